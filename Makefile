@@ -1,0 +1,43 @@
+# Two commands do all the set-up: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+# The CPU build where the machine has one; set TORCH=torch, or a wheel, for another.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+# One thread a worker: two workers with two threads each would fight for two cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+DEMO := runs/demo
+
+.PHONY: demo install lint test test-all clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) '$(TORCH)'   # before anything that depends on torch and would pick another build
+	$(PIP) --editable '.[hf,cli,data,dev]'
+	touch $@
+
+demo: install
+	rm -rf $(DEMO)
+	$(BIN)/python examples/make_rollouts.py $(DEMO)/rollouts.jsonl
+	$(BIN)/harts plan $(DEMO)/rollouts.jsonl --capacity 4096 --replicas 2
+	$(BIN)/harts verify $(DEMO)/rollouts.jsonl --model tiny:bailing_hybrid --capacity 4096
+	$(BIN)/harts train recipes/demo.toml data.path=$(DEMO)/rollouts.jsonl output.dir=$(DEMO)/run
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(PYTEST) -n 2 -m 'not slow and not gpu'
+
+test-all: lint
+	$(PYTEST) -n 2 -m 'not gpu'
+
+clean:
+	rm -rf $(VENV) runs

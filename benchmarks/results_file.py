@@ -1,0 +1,53 @@
+"""Write benchmark results: benchmarks/results/<bench>-<hardware>-<date>-<commit>.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """What a number depends on: machine, versions, threads, commit."""
+    return {
+        "device": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": None,
+        "transformers": transformers.__version__,
+        "commit": _commit(),
+    }
+
+
+def write_result(bench: str, hardware: str, records: list[dict[str, Any]]) -> Path:
+    """Write records beside and rename; returns the file."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{bench}-{hardware}-{date.today():%Y%m%d}-{_commit()}.json"
+    beside = path.with_suffix(".partial")
+    beside.write_text(json.dumps(records, indent=1) + "\n")
+    os.replace(beside, path)
+    return path
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,0 +1,105 @@
+"""`harts verify`: the tree against the unmodified model, on the user's own data."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from harts.cli.output import Rows, counted, print_result, seconds, stdout_kept_for_results
+from harts.data.read import read
+from harts.data.trajectory import TrajectoryBatch
+from harts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from harts.train.verification import Verification
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, compare, print; 0 when passed, 1 when not."""
+    batch = read(args.file)
+    if args.limit is not None:
+        batch = batch.select(np.arange(min(args.limit, len(batch))))
+    with stdout_kept_for_results():
+        model = _load(args, batch)
+        result = _verify(model, batch, args)
+    print_result(result.summary(), _rows(result, model, args), as_json=args.json)
+    return 0 if result.passed else 1
+
+
+def _load(args: argparse.Namespace, batch: TrajectoryBatch) -> nn.Module:
+    import torch
+
+    from harts.models.load import load_model
+
+    try:
+        device = torch.device(args.device)
+    except RuntimeError:
+        raise ConfigError(f"device is {args.device!r}; use cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device is {args.device}, torch sees {torch.cuda.device_count()} CUDA devices; "
+            "use --device cpu (harts doctor says more)"
+        )
+    vocab_size = int(batch.tokens.max()) + 1
+    model = load_model(args.model, vocab_size=vocab_size, seed=args.seed, dtype=args.dtype)
+    return model.to(device)
+
+
+def _verify(model: nn.Module, batch: TrajectoryBatch, args: argparse.Namespace) -> Verification:
+    from harts.train.verification import VerifyOptions, verify_model
+
+    options = VerifyOptions(
+        capacity=args.capacity,
+        chunk_size=args.chunk_size,
+        tolerance=args.tolerance,
+        gradient_tolerance=args.gradient_tolerance,
+        seed=args.seed,
+    )
+    return verify_model(model, batch, options)
+
+
+def _rows(result: Verification, model: Any, args: argparse.Namespace) -> Rows:
+    summary, batch = result.summary(), result.plan.batch
+    parameters = sum(p.numel() for p in model.parameters())
+    where = f"{batch.name_of(result.worst_trajectory)}, position {result.worst_position}"
+    rows = [
+        ("model", f"{type(model).__name__}, {parameters:,} parameters, {args.dtype}"),
+        (
+            "data",
+            f"{counted(summary['trajectories'], 'trajectory', 'trajectories')}, "
+            f"{counted(summary['scored_tokens'], 'scored token')}",
+        ),
+        (
+            "compression",
+            f"{result.compression:.2f}x ({summary['raw_tokens']:,} raw tokens, "
+            f"{summary['compact_tokens']:,} compact rows, "
+            f"{counted(summary['microbatches'], 'microbatch', 'microbatches')})",
+        ),
+        (
+            "log-probs",
+            f"max difference {result.max_abs_logprob_diff:.2e} at {where}; "
+            f"mean {result.mean_abs_logprob_diff:.2e}; tolerance {args.tolerance:g}",
+        ),
+        (
+            "entropy",
+            f"max difference {result.max_abs_entropy_diff:.2e}; tolerance {args.tolerance:g}",
+        ),
+        (
+            "gradients",
+            f"max relative difference {result.max_rel_grad_diff:.2e} in {result.worst_parameter}; "
+            f"tolerance {args.gradient_tolerance:g}",
+        ),
+        (
+            "time",
+            f"tree {seconds(result.tree_seconds)}, expanded {seconds(result.expanded_seconds)}: "
+            f"{result.speedup:.2f}x (expanded: transformers' own layers)",
+        ),
+        ("passed", "yes" if result.passed else "NO"),
+    ]
+    if not result.passed and args.dtype == "float32":
+        rows.append(("", "try --dtype float64: rounding shrinks there, a real difference stays"))
+    return rows

@@ -1,0 +1,1 @@
+"""Rollouts as flat arrays: read, check, write and make them. Imports numpy, never torch."""

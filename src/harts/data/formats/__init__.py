@@ -1,0 +1,1 @@
+"""One file a format, one public function each: `read_<format>` yields (row, source) pairs."""

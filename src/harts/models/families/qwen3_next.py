@@ -1,0 +1,61 @@
+"""Qwen3-Next: Gated DeltaNet (grouped value heads) beside gated GQA, MoE with softmax router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.models.qwen3_next import modeling_qwen3_next as hf
+
+from harts.models.linear_layers import convolve, linear_core
+from harts.models.protocol import Family
+from harts.views.tree import TreeView
+
+
+class TreeQwen3NextGatedDeltaNet(hf.Qwen3NextGatedDeltaNet):
+    """GDN over a tree; hidden_states (1, C, hidden) -> (1, C, hidden)."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, tree: TreeView | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        if tree is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        query, key, value, z, b, a = (
+            x[0]
+            for x in self.fix_query_key_value_ordering(
+                self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
+            )
+        )
+        mixed = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=-1)
+        mixed = convolve(mixed, self.conv1d, self.activation, tree)
+        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        log_decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
+        output = linear_core(
+            query.view(-1, self.num_k_heads, self.head_k_dim),
+            key.view(-1, self.num_k_heads, self.head_k_dim),
+            value.view(-1, self.num_v_heads, self.head_v_dim),
+            log_decay[..., None],
+            b.sigmoid(),
+            tree,
+        )
+        return self.out_proj(self.norm(output, z).flatten(1))[None]
+
+
+FAMILY = Family(
+    model_type="qwen3_next",
+    architectures=(hf.Qwen3NextForCausalLM,),
+    linear_mixers={hf.Qwen3NextGatedDeltaNet: TreeQwen3NextGatedDeltaNet},
+    attention=(hf.Qwen3NextAttention,),
+    routers={hf.Qwen3NextTopKRouter: "softmax"},
+    token_wise=(
+        hf.Qwen3NextModel,
+        hf.Qwen3NextDecoderLayer,
+        hf.Qwen3NextSparseMoeBlock,
+        hf.Qwen3NextExperts,
+        hf.Qwen3NextMLP,
+        hf.Qwen3NextRMSNorm,
+        hf.Qwen3NextRMSNormGated,
+        hf.Qwen3NextRotaryEmbedding,
+    ),
+)

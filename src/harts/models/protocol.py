@@ -1,0 +1,37 @@
+"""What a model family tells harts about itself, and what the tree layers may rely on.
+
+A family replaces the class of each token mixer in place by a subclass whose `forward` accepts
+`tree`; parameters, buffers and child names stay as they are. Called without `tree`, a layer is
+the original layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+RouterKind = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model family of transformers.
+
+    model_type: `config.model_type`. architectures: classes that `attach` accepts.
+    linear_mixers: original class -> its tree subclass.
+    attention: classes that go through the attention interface.
+    routers: MoE router class -> how it scores; its forward returns (logits, weights, indices).
+    token_wise: further classes that treat every row alone.
+    refuse: config -> reason why this configuration cannot run on a tree, or None.
+    """
+
+    model_type: str
+    architectures: tuple[type[nn.Module], ...]
+    attention: tuple[type[nn.Module], ...]
+    token_wise: tuple[type[nn.Module], ...]
+    linear_mixers: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
+    routers: Mapping[type[nn.Module], RouterKind] = field(default_factory=dict)
+    refuse: Callable[[Any], str | None] = lambda config: None

@@ -1,0 +1,159 @@
+"""attach: make a transformers model compute rollout trees; TreeModel: log-probs of a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from harts.errors import UnsupportedModelError
+from harts.models.audit import LayerFinding, audit
+from harts.models.families import family_of
+from harts.models.full_attention import IMPLEMENTATION
+from harts.models.protocol import Family
+from harts.models.routing import RouterRecord
+from harts.ops.cross_entropy import mapped_log_probs
+from harts.plan.microbatch import MicroBatch
+from harts.views.tree import TreeView, build_tree_view
+
+
+@dataclass(frozen=True)
+class TreeOutput:
+    """log_probs, entropy: (P,), float, one per scored position in the order of `mb.fields`.
+
+    routers: one record per MoE layer, for the losses of `harts.rl.moe_losses`.
+    num_tokens: semantic positions of the microbatch, scored or not.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+    routers: tuple[RouterRecord, ...]
+    num_tokens: int
+
+
+class TreeModel:
+    """A transformers model whose token mixers understand trees; made by `attach`.
+
+    model: the module that was given, changed in place. findings: what runs how.
+    """
+
+    def __init__(
+        self, model: nn.Module, causal_lm: Any, family: Family, findings: tuple[LayerFinding, ...]
+    ) -> None:
+        self.model = model
+        self.family = family
+        self.findings = findings
+        self._causal_lm = causal_lm
+        self._conv_widths = {
+            layer.conv1d.kernel_size[0]
+            for layer in causal_lm.modules()
+            if isinstance(layer, tuple(family.linear_mixers))
+        }
+        self.routers = {
+            name: module
+            for name, module in causal_lm.named_modules()
+            if type(module) in family.routers
+        }
+
+    @property
+    def device(self) -> torch.device:
+        """Where the embedding lies."""
+        return self._causal_lm.get_input_embeddings().weight.device
+
+    def view(self, microbatch: MicroBatch) -> TreeView:
+        """The index tensors of a microbatch, on the model's device."""
+        return build_tree_view(microbatch, conv_widths=self._conv_widths, device=self.device)
+
+    def log_probs(self, microbatch: MicroBatch) -> TreeOutput:
+        """Log-probability and entropy of every scored position, each compact row computed once.
+
+        Differentiable; under `torch.no_grad()` it is the old- or reference-policy pass.
+        """
+        view = self.view(microbatch)
+        with _recorded(self.routers, self.family, view.multiplicity) as records:
+            hidden = self._backbone(view)
+        head = self._causal_lm.get_output_embeddings()
+        if type(head) is not nn.Linear:
+            raise UnsupportedModelError(
+                f"the LM head is a {type(head).__name__}; harts computes its logits in row blocks "
+                "and needs a plain nn.Linear, so leave lm_head out of the LoRA targets"
+            )
+        log_probs, entropy = mapped_log_probs(
+            hidden, head.weight, view=view.logprobs, bias=head.bias
+        )
+        return TreeOutput(log_probs, entropy, tuple(records), microbatch.num_tokens)
+
+    def _backbone(self, view: TreeView) -> torch.Tensor:
+        """Last hidden states of the compact rows, (C, hidden)."""
+        output = self._causal_lm.get_decoder()(
+            input_ids=view.tokens[None],
+            position_ids=view.positions[None],
+            # a ready 4-D mask keeps transformers from building a (C, C) one; nobody reads it
+            attention_mask=torch.zeros(1, 1, 1, 1, device=self.device),
+            use_cache=False,
+            tree=view,
+        )
+        return output.last_hidden_state[0]
+
+
+def attach(model: nn.Module) -> TreeModel:
+    """Make a transformers causal language model compute trees, in place.
+
+    Parameters keep their names and identity; LoRA (PEFT) wrappers, `train()`,
+    `gradient_checkpointing_enable()` and ordinary calls of the model keep working, before and
+    after. Attaching twice is harmless. Raises UnsupportedModelError naming the module or option
+    that harts does not understand; the model is then unchanged.
+    """
+    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config = getattr(causal_lm, "config", None)
+    model_type = getattr(config, "model_type", None)
+    if model_type is None or not hasattr(causal_lm, "get_decoder"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a transformers causal language model; "
+            "give one made by AutoModelForCausalLM"
+        )
+    family = family_of(model_type)
+    if type(causal_lm) not in family.architectures:
+        known = ", ".join(c.__name__ for c in family.architectures)
+        raise UnsupportedModelError(f"{type(causal_lm).__name__} is not supported; use {known}")
+    findings = audit(causal_lm, family)
+    for module in causal_lm.modules():
+        tree_class = family.linear_mixers.get(type(module))
+        if tree_class is not None:
+            module.__class__ = tree_class
+    causal_lm.set_attn_implementation(IMPLEMENTATION)
+    return TreeModel(model, causal_lm, family, findings)
+
+
+@contextmanager
+def _recorded(
+    routers: dict[str, nn.Module], family: Family, multiplicity: torch.Tensor
+) -> Iterator[list[RouterRecord]]:
+    """Collect what the routers decide during one forward pass.
+
+    The hooks are gone when recomputation runs the layers again, so every decision counts once.
+    """
+    records: list[RouterRecord] = []
+
+    def record(name: str, module: nn.Module, output: tuple[torch.Tensor, ...]) -> None:
+        logits, _, indices = output
+        kind = family.routers[type(module)]
+        records.append(
+            RouterRecord(
+                name=name, kind=kind, logits=logits, indices=indices, multiplicity=multiplicity
+            )
+        )
+
+    handles = [
+        module.register_forward_hook(lambda m, _, output, name=name: record(name, m, output))
+        for name, module in routers.items()
+    ]
+    try:
+        yield records
+    finally:
+        for handle in handles:
+            handle.remove()

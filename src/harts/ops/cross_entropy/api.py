@@ -1,0 +1,76 @@
+"""Log-probabilities of scored positions from compact rows, in the original order.
+
+Source: section 3.5, Equations 17 and 19.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from harts.errors import HartsError
+from harts.ops.cross_entropy.reference import MappedLogProbs
+from harts.views.logprobs import LogProbView
+
+DEFAULT_BLOCK_BYTES = 256 << 20
+
+
+def mapped_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    view: LogProbView,
+    bias: torch.Tensor | None = None,
+    max_block_bytes: int = DEFAULT_BLOCK_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each scored token and entropy of the distribution that scored it.
+
+    hidden: (C, D), the rows before the LM head. weight: (V, D) and bias: (V,) or None, the LM
+    head. All share one floating dtype. Returns two tensors (P,) in the view's original order,
+    in nats, both differentiable: float64 for float64 inputs, else float32 (bfloat16 and float16
+    inputs are multiplied in their dtype, everything after the matmul is float32).
+
+    Logits exist for one block of head rows at a time: at most max_block_bytes (but at least one
+    row), and as much again for their gradient. Backward recomputes them, so the LM head's work
+    is four matmuls of R x D x V over the R head rows, and O(R V + P) besides.
+    Raises HartsError for shapes that do not fit and for a target outside the vocabulary.
+    """
+    _check_inputs(hidden, weight, bias, max_block_bytes)
+    _check_rows_and_targets(hidden.shape[0], weight.shape[0], view)
+    return MappedLogProbs.apply(hidden, weight, bias, view, max_block_bytes)
+
+
+def _check_inputs(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, max_block_bytes: int
+) -> None:
+    shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise HartsError(f"mapped_log_probs: {shapes}; want (rows, width) and (vocabulary, width)")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise HartsError(
+            f"mapped_log_probs: bias has shape {tuple(bias.shape)}, want ({weight.shape[0]},)"
+        )
+    dtypes = [tensor.dtype for tensor in (hidden, weight, bias) if tensor is not None]
+    if len(set(dtypes)) > 1 or not hidden.is_floating_point():
+        named = ", ".join(str(dtype) for dtype in dtypes)
+        raise HartsError(
+            f"mapped_log_probs: hidden, weight and bias are {named}; want one floating dtype"
+        )
+    if max_block_bytes < 1:
+        raise HartsError(f"mapped_log_probs: max_block_bytes is {max_block_bytes}, want at least 1")
+
+
+def _check_rows_and_targets(num_rows: int, vocabulary: int, view: LogProbView) -> None:
+    if view.num_positions == 0:
+        return
+    last_row = int(view.compact_row[-1])
+    if last_row >= num_rows:
+        raise HartsError(
+            f"mapped_log_probs: the view reads row {last_row}, hidden has {num_rows} rows"
+        )
+    smallest, largest = (int(token) for token in view.target.aminmax())
+    if smallest < 0 or largest >= vocabulary:
+        token = largest if largest >= vocabulary else smallest
+        raise HartsError(
+            f"mapped_log_probs: scored token {token} is outside the LM head's vocabulary of "
+            f"{vocabulary}; the tokenizer and the model do not belong together"
+        )

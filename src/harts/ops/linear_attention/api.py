@@ -1,0 +1,118 @@
+"""KDA and Gated DeltaNet over a packed forest: one operator, differentiable boundary states.
+
+Source: section 3.4 "Differentiable boundary states" and "Round-wise execution", Equation 16.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Literal, get_args
+
+import torch
+
+from harts.errors import ConfigError, HartsError
+from harts.ops.linear_attention.reference import chunk_kda_reference
+from harts.views.linear import LinearView
+
+Implementation = Literal["reference"]
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    view: LinearView,
+    scale: float | None = None,
+    initial_states: torch.Tensor | None = None,
+    impl: Implementation = "reference",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gated delta rule along every chain: for each of its rows, from its start state S (K, V),
+
+        S <- exp(log_decay) S;   S <- S + beta k (v - k^T S)^T;   output = scale q^T S.
+
+    Packed rows P as in view.packed, replay included; the caller drops the replay rows' output.
+    q, k: (P, H, K), l2-normalised by the caller. v: (P, G, V), where G is a multiple of H and
+    value head g reads key head g // (G / H). log_decay: (P, G, K), or (P, G, 1) for one gate a
+    head (Gated DeltaNet); natural logarithm, at most zero. beta: (P, G).
+    scale: K ** -0.5 unless given. initial_states: (view.num_external, G, K, V), needed when the
+    view has external slots.
+
+    Returns output (P, G, V) in v's dtype, and the states of the slots that the call produces,
+    (view.num_slots - view.num_external, G, K, V), in slot order. Both are differentiable in all
+    tensor arguments. Computed, and states returned, in the widest dtype given, float32 at least.
+
+    "reference" is plain PyTorch on any device: chunk-local work once for all chunks, then one
+    step per chunk depth. O(P (B + K)) time per channel and O(P (B + K log B)) memory for chunks
+    of B rows. Raises ConfigError for an unknown impl, HartsError for shapes that do not fit.
+    """
+    _check_shapes(q, k, v, log_decay, beta, view)
+    initial_states = _checked_states(initial_states, q, v, view)
+    if impl == "reference":
+        dtypes = (x.dtype for x in (q, k, v, log_decay, beta, initial_states))
+        dtype = reduce(torch.promote_types, dtypes, torch.float32)
+        # Autocast would run the matrix products of the recurrence in half precision.
+        with torch.autocast(q.device.type, enabled=False):
+            output, states = chunk_kda_reference(
+                *(x.to(dtype) for x in (q, k, v, log_decay, beta)),
+                view=view,
+                scale=q.shape[2] ** -0.5 if scale is None else scale,
+                initial_states_XGKV=initial_states.to(dtype),
+            )
+        return output.to(v.dtype), states
+    known = ", ".join(get_args(Implementation))
+    raise ConfigError(f"chunk_kda: impl is {impl!r}, want one of {known}")
+
+
+def _check_shapes(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    view: LinearView,
+) -> None:
+    tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta}
+    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in tensors.items())
+    if not q.ndim == k.ndim == v.ndim == log_decay.ndim == beta.ndim + 1 == 3:
+        raise HartsError(f"chunk_kda: {shapes}; want 3 dimensions, and 2 for beta")
+    num_packed = view.grid_row.shape[0]
+    if any(x.shape[0] != num_packed for x in tensors.values()):
+        raise HartsError(
+            f"chunk_kda: {shapes}; the view has {num_packed} packed rows, gather them with "
+            "view.packed first"
+        )
+    key_heads, value_heads = q.shape[1], v.shape[1]
+    if q.shape != k.shape or key_heads == 0 or value_heads % key_heads != 0:
+        raise HartsError(
+            f"chunk_kda: {shapes}; q and k must have one shape, and their {key_heads} heads must "
+            f"divide the {value_heads} heads of v"
+        )
+    if log_decay.shape[1] != value_heads or log_decay.shape[2] not in (1, q.shape[2]):
+        raise HartsError(
+            f"chunk_kda: {shapes}; log_decay must have the {value_heads} heads of v and width "
+            f"{q.shape[2]} or 1"
+        )
+    if beta.shape[1] != value_heads:
+        raise HartsError(f"chunk_kda: {shapes}; beta must have the {value_heads} heads of v")
+    integer = [name for name, x in tensors.items() if not x.is_floating_point()]
+    if integer:
+        name = integer[0]
+        raise HartsError(f"chunk_kda: {name} is {tensors[name].dtype}; want a floating dtype")
+
+
+def _checked_states(
+    states: torch.Tensor | None, q: torch.Tensor, v: torch.Tensor, view: LinearView
+) -> torch.Tensor:
+    want = (view.num_external, v.shape[1], q.shape[2], v.shape[2])
+    if states is None and view.num_external == 0:
+        return q.new_empty(want)
+    if states is None or tuple(states.shape) != want:
+        got = "None" if states is None else str(tuple(states.shape))
+        raise HartsError(
+            f"chunk_kda: initial_states is {got}, want {want}: one state for each of the view's "
+            f"{view.num_external} external slots"
+        )
+    return states

@@ -1,0 +1,1 @@
+"""Objectives, advantages and router losses over scored positions and compact rows."""

@@ -1,0 +1,129 @@
+"""The sections of a run: data, plan, model, objective, train, output. Frozen, all documented."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from harts.errors import ConfigError
+from harts.rl.objectives import (
+    DapoOptions,
+    GrpoOptions,
+    GspoOptions,
+    PpoOptions,
+    ReductionOptions,
+    SftOptions,
+)
+
+OBJECTIVES: dict[str, type[ReductionOptions]] = {
+    "grpo": GrpoOptions,
+    "dapo": DapoOptions,
+    "gspo": GspoOptions,
+    "ppo": PpoOptions,
+    "sft": SftOptions,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """path: rollouts, any format that harts reads. format: override the detection.
+    groups_per_step: groups (tasks) of each step; None takes all of them every step.
+    Groups are shuffled anew every epoch by train.seed.
+    """
+
+    path: str
+    format: str | None = None
+    groups_per_step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """capacity: most compact rows of a microbatch. chunk_size: rows of a linear-attention chunk.
+    sharing: "tree" computes every shared row once; "expanded" computes each trajectory alone
+    through the same code, the baseline to compare with.
+    """
+
+    capacity: int = 65536
+    chunk_size: int = 64
+    sharing: Literal["tree", "expanded"] = "tree"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """path: a local Hugging Face folder, or tiny:<model_type> for a small random one.
+    dtype: of parameters and compute. seed: of a random model.
+    """
+
+    path: str
+    dtype: Literal["float32", "float64"] = "float32"
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOptions:
+    """name: the policy objective; options: its own, as in harts.rl.objectives.
+    advantages: "field" reads them from the data, "group" makes them from the rewards of each
+    group, "leave_one_out" likewise against the mean of the others.
+    load_balancing, router_z: weights of the MoE losses (0 is off).
+    expert_bias_rate: step of the expert-bias update of sigmoid routers (0 is off).
+    """
+
+    name: Literal["grpo", "dapo", "gspo", "ppo", "sft"] = "grpo"
+    options: ReductionOptions = field(default_factory=GrpoOptions)
+    advantages: Literal["field", "group", "leave_one_out"] = "field"
+    load_balancing: float = 0.0
+    router_z: float = 0.0
+    expert_bias_rate: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """steps: optimiser steps. learning_rate, betas, epsilon, weight_decay: AdamW's.
+    warmup_steps: linear warm-up, then constant. max_grad_norm: clip of the global norm; inf
+    leaves gradients alone. recompute: "full" recomputes each layer in backward, "none" keeps its
+    activations. seed: of the order of groups.
+    """
+
+    steps: int = 20
+    learning_rate: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+    recompute: Literal["none", "full"] = "none"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"train.steps is {self.steps}; give at least 1")
+        if self.learning_rate < 0:
+            raise ConfigError(f"train.learning_rate is {self.learning_rate}; give 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """dir: where metrics.jsonl and checkpoints go. checkpoint_every: steps between checkpoints;
+    the last step always makes one. keep: newest checkpoints kept.
+    """
+
+    dir: str = "runs/harts"
+    checkpoint_every: int = 10
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_every", "keep"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"output.{name} is {getattr(self, name)}; give at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """One training run."""
+
+    data: DataOptions
+    model: ModelOptions
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)

@@ -1,0 +1,62 @@
+"""Which rows need the LM head, and which target each scored position reads (section 3.5).
+
+Legend: R head rows, P scored positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from harts.data.aliases import find
+from harts.plan.microbatch import MicroBatch
+from harts.views.gather import on_device
+
+
+@dataclass(frozen=True)
+class LogProbView:
+    """Head rows are the distinct (compact row, temperature) pairs that a scored position needs.
+
+    compact_row: int64 (R,), ascending. temperature: float64 (R,), or None where all are 1.
+    target, head_row: int64 (P,), scored positions sorted by head row.
+    original: int64 (P,), place of each sorted position in the output order.
+    row_ptr: int64 numpy (R+1,), sorted positions of head row r are [row_ptr[r], row_ptr[r+1]).
+    """
+
+    compact_row: torch.Tensor
+    temperature: torch.Tensor | None
+    target: torch.Tensor
+    head_row: torch.Tensor
+    original: torch.Tensor
+    row_ptr: npt.NDArray[np.int64]
+
+    @property
+    def num_positions(self) -> int:
+        """Scored positions P."""
+        return self.target.numel()
+
+
+def build_logprob_view(microbatch: MicroBatch, device: torch.device) -> LogProbView:
+    """A position t is predicted by the row of position t - 1 of its trajectory. O(P log P)."""
+    row = microbatch.layout.semantic_to_compact[microbatch.scored - 1]
+    target = microbatch.batch.tokens[microbatch.batch_position[microbatch.scored]].astype(np.int64)
+    name = find(microbatch.fields, "temperature")
+    temperature = np.ones(len(row)) if name is None else microbatch.fields[name].astype(np.float64)
+    original = np.lexsort((temperature, row))
+    row, temperature = row[original], temperature[original]
+    is_first = np.ones(len(row), bool)
+    is_first[1:] = (row[1:] != row[:-1]) | (temperature[1:] != temperature[:-1])
+    heads = np.flatnonzero(is_first)
+    return LogProbView(
+        compact_row=on_device(row[heads], device),
+        temperature=None
+        if bool((temperature == 1).all())
+        else on_device(temperature[heads], device),
+        target=on_device(target[original], device),
+        head_row=on_device(np.cumsum(is_first) - 1, device),
+        original=on_device(original, device),
+        row_ptr=np.concatenate([heads, [len(row)]]),
+    )
