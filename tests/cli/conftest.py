@@ -64,8 +64,8 @@ def rollouts(tmp_path: Path) -> Path:
     trajectory without scored positions."""
     trunk = [(7 * i) % 23 for i in range(17)]
     paths = [
-        trunk + [1, 2, 3, 4, 5],
-        trunk + [1, 2, 9, 23],
+        [*trunk, 1, 2, 3, 4, 5],
+        [*trunk, 1, 2, 9, 23],
         trunk,
         trunk[:9] + list(range(10, 22)),
         trunk[:9] + list(range(10, 22)),

@@ -335,6 +335,7 @@ def test_deep_segment_trees_are_planned_without_recursion(count):
         ([-1, 0], [-3, 1], 8, "segment 0 has -3 rows"),
         ([-1], [1], 0, "chunk_size is 0"),
         ([-1], [1], -64, "chunk_size is -64"),
+        ([-1], [1], 6.4, "chunk_size is 6.4"),
     ],
 )
 def test_malformed_trees_are_refused_in_one_line(parent, length, chunk_size, says):
@@ -438,6 +439,11 @@ def test_verify_calls_refuses_every_single_change_of_a_plan(forest, data):
         changed = mutated(plan, index, **{field: other})
     with pytest.raises(PlanError):
         verify_calls(changed, parent, length, B)
+
+
+def test_narrow_numpy_chunk_sizes_do_not_overflow():
+    plan = plan_calls([-1, 0, 0], [3000, 1, 1], chunk_size=np.int8(64))
+    assert plan.replay_tokens == 3000 % 64
 
 
 def test_a_plan_holds_plain_python_numbers_only():

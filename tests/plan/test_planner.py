@@ -3,6 +3,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_every_plan_of_rows_with_identity_is_legal(drawn):
 @anything
 @given(plannable())
 def test_every_trajectory_is_in_exactly_one_microbatch_and_slots_are_complete(drawn):
-    batch, capacity, replicas = drawn
+    batch, _, replicas = drawn
     plan = plan_or_reject(*drawn)
     members = [mb.trajectory_ids.tolist() for d in range(replicas) for mb in plan.microbatches(d)]
     assert sorted(i for ids in members for i in ids) == list(range(len(batch)))
@@ -136,11 +137,16 @@ def test_a_plan_is_only_found_where_a_partition_exists(drawn, replicas):
 @pytest.mark.parametrize("name", named_shapes(4))
 def test_named_shapes_are_planned_at_every_capacity_around_their_size(name, replicas):
     batch = batch_of(named_shapes(4)[name])
-    if len(batch) < replicas:
-        pytest.skip("fewer trajectories than replicas")
+    replicas = min(replicas, len(batch))
     longest, trie = int(batch.lengths.max()), len(prefix_counts(paths_of(batch)))
     for capacity in sorted({longest, longest + 1, max(longest, trie - 1), trie, 10 * trie}):
-        verify_plan(plan_step(batch, capacity=capacity, replicas=replicas, chunk_size=4))
+        try:
+            plan = plan_step(batch, capacity=capacity, replicas=replicas, chunk_size=4)
+        except PlanError:
+            assert len(batch) < 6
+            assert all(k % replicas for k in feasible_counts(paths_of(batch), capacity))
+        else:
+            verify_plan(plan)
 
 
 def test_one_replica_with_room_for_everything_has_one_microbatch():
@@ -172,9 +178,7 @@ def test_splitting_happens_where_neighbours_share_least():
     batch = batch_of([t for group in groups for t in group])
     plan = plan_step(batch, capacity=100, replicas=4)
     assert plan.compact_tokens == plan.trie_tokens
-    assert plan.compact_tokens_of_microbatch.tolist() == [9, 9, 9, 9] or (
-        sorted(plan.compact_tokens_of_microbatch) == sorted([9, 9, 9, 9])
-    )
+    assert plan.compact_tokens_of_microbatch.tolist() == [9, 9, 9, 9]
 
 
 def test_more_microbatches_than_trajectories_merge_down_to_a_multiple_of_the_replicas():
@@ -256,7 +260,7 @@ def test_slots_hold_microbatches_of_neighbouring_work(work, replicas):
         for s in range(len(rows) // replicas)
     ]
     assert all(len(slot) == replicas for slot in slots)
-    assert all(a[0] >= b[-1] for a, b in zip(slots[:-1], slots[1:], strict=True))
+    assert all(a[0] >= b[-1] for a, b in pairwise(slots))
     load = [0] * replicas
     for s in range(len(slots)):  # the heavier member went to the replica with less so far
         here = {
@@ -315,14 +319,17 @@ def test_denominators_count_the_whole_step():
     assert denominators.scored_tokens_of_trajectory.tolist() == [2, 0, 1]
 
 
-SUMMARY_KEYS = """trajectories raw_tokens trie_tokens compact_tokens compression microbatches slots
-    replicas slot_imbalance step_imbalance plan_seconds rounds replay_tokens""".split()
+SUMMARY_KEYS = [
+    *("trajectories", "raw_tokens", "trie_tokens", "compact_tokens", "compression"),
+    *("microbatches", "slots", "replicas", "slot_imbalance", "step_imbalance"),
+    *("plan_seconds", "rounds", "replay_tokens"),
+]
 
 
 @few
 @given(plannable())
 def test_to_json_reads_back_with_the_documented_keys(drawn):
-    batch, capacity, replicas = drawn
+    _, capacity, replicas = drawn
     plan = plan_or_reject(*drawn)
     read = json.loads(plan.to_json())
     assert set(SUMMARY_KEYS) <= set(read)
@@ -341,7 +348,10 @@ def test_to_json_reads_back_with_the_documented_keys(drawn):
 
 def test_numpy_numbers_as_options_still_give_json():
     plan = plan_step(
-        batch_of([[1, 2], [1, 3]]), capacity=np.int64(9), replicas=np.int32(1), chunk_size=np.int8(4)
+        batch_of([[1, 2], [1, 3]]),
+        capacity=np.int64(9),
+        replicas=np.int32(1),
+        chunk_size=np.int8(4),
     )
     assert json.loads(plan.to_json())["capacity"] == 9
 

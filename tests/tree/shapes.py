@@ -19,7 +19,7 @@ def batch_of(trajectories, **fields):
 def caterpillar(depth, *, step=1):
     """A spine with a one-token leaf after every `step` tokens."""
     spine = [7] * (depth * step)
-    return [*(spine[: step * (k + 1)] + [1 + k % 3] for k in range(depth)), spine]
+    return [*([*spine[: step * (k + 1)], 1 + k % 3] for k in range(depth)), spine]
 
 
 def fork_at(position, *, branch=3, branches=2):

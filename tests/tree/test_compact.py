@@ -68,8 +68,8 @@ def assert_compact(batch, layout, direct, *, pairs=True):
         if child >= 0:
             assert layout.first_row[child] == last
         assert layout.end_row[segment] == layout.end[layout.first_row[segment]]
-        assert layout.compact_row_of_trie_row[forest.first_row[segment]] == (
-            layout.first_row[segment]
+        assert (
+            layout.compact_row_of_trie_row[forest.first_row[segment]] == (layout.first_row[segment])
         )
     assert layout.tokens.dtype == layout.positions.dtype == layout.end.dtype == np.int32
     assert layout.multiplicity.dtype == layout.semantic_to_compact.dtype == np.int64

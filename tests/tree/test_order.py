@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,10 +15,7 @@ anything = settings(deadline=None, max_examples=100)
 
 def assert_ordered(order, paths):
     expected = sorted(range(len(paths)), key=lambda i: paths[i])  # stable: equal ones by id
-    lcp = [0] + [
-        common_prefix(paths[a], paths[b])
-        for a, b in zip(expected[:-1], expected[1:], strict=True)
-    ]
+    lcp = [0] + [common_prefix(paths[a], paths[b]) for a, b in pairwise(expected)]
     assert order.ids.tolist() == expected
     assert order.lcp.tolist() == lcp
     assert order.lengths.tolist() == [len(paths[i]) for i in expected]

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,7 +20,7 @@ def paths_of(batch):
         columns.append(batch.position_fields["identity"].tolist())
     flat = list(zip(*columns, strict=True))
     bounds = batch.offsets.tolist()
-    return [tuple(flat[a:b]) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [tuple(flat[a:b]) for a, b in pairwise(bounds)]
 
 
 def trie_rows(paths, order):
@@ -89,7 +91,7 @@ def test_a_trajectory_that_ends_inside_another_makes_no_fork():
 def test_forest_stats_count_the_trie(name):
     batch = batch_of(named_shapes(4)[name])
     segments = brute_segments(paths_of(batch))
-    children = {key: 0 for key in segments}
+    children = dict.fromkeys(segments, 0)
     for above, _, _ in segments.values():
         if above is not None:
             children[above] += 1

@@ -108,9 +108,11 @@ def _read_config(spec: str, transformers: ModuleType) -> Any:
             f"{path}: model type {model_type!r} is not supported; harts knows "
             + ", ".join(SUPPORTED)
         )
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         return transformers.AutoConfig.from_pretrained(path.parent, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         if model_type not in transformers.models.auto.configuration_auto.CONFIG_MAPPING:
             raise UnsupportedModelError(
                 f"{path}: the installed transformers has no {model_type}; install a newer one "

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from harts.errors import PlanError
+from harts.plan.options import at_least_one
 from harts.tree.order import Ints
 
 
@@ -61,7 +62,8 @@ def plan_calls(
     Rounds with the same number of independent trees merge. O(V + E) time, O(V) memory.
     Raises PlanError on malformed trees.
     """
-    parents, lengths = _checked(parent, length, chunk_size)
+    chunk_size = at_least_one("chunk_size", chunk_size)
+    parents, lengths = _checked(parent, length)
     children: list[list[int]] = [[] for _ in parents]
     end = list(lengths)
     for segment, above in enumerate(parents):
@@ -76,11 +78,9 @@ def plan_calls(
 
 
 def _checked(
-    parent: SequenceABC[int] | Ints, length: SequenceABC[int] | Ints, chunk_size: int
+    parent: SequenceABC[int] | Ints, length: SequenceABC[int] | Ints
 ) -> tuple[list[int], list[int]]:
     parents, lengths = _whole("parent", parent), _whole("length", length)
-    if chunk_size < 1:
-        raise PlanError(f"chunk_size is {chunk_size}; it must be at least 1")
     if len(parents) != len(lengths) or not parents:
         raise PlanError(
             f"the segment tree has {len(parents)} parents and {len(lengths)} lengths; "

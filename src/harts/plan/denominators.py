@@ -5,6 +5,7 @@ fall into microbatches and replicas (invariant 8).
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +29,8 @@ class Denominators:
     @classmethod
     def of(cls, loss_mask: npt.NDArray[np.bool_], offsets: npt.NDArray[np.int64]) -> "Denominators":
         """Count a flat mask (S,) with trajectory boundaries offsets (N+1,)."""
-        totals = np.concatenate([[0], np.cumsum(loss_mask, dtype=np.int64)])
-        scored = totals[offsets[1:]] - totals[offsets[:-1]]
+        counts = [np.count_nonzero(loss_mask[a:b]) for a, b in pairwise(offsets.tolist())]
+        scored = np.array(counts, dtype=np.int64)
         return cls(
             num_scored_tokens=int(scored.sum()),
             num_trajectories=len(scored),

@@ -9,6 +9,7 @@ import numpy as np
 from harts.data.trajectory import TrajectoryBatch
 from harts.errors import PlanError
 from harts.plan.denominators import Denominators
+from harts.plan.options import at_least_one
 from harts.plan.partition import next_fit
 from harts.plan.placement import place_greedily
 from harts.plan.step_plan import StepPlan
@@ -23,12 +24,12 @@ def plan_step(
 
     Eager and deterministic; equal prefixes merge across groups. capacity and chunk_size are in
     rows, both at least 1. Raises PlanError when a trajectory is longer than the capacity, or
-    when no multiple of `replicas` microbatches exists. One sort of the batch, then O(N log N).
+    when no multiple of `replicas` microbatches is found. One sort of the batch, then O(N log N).
     """
     started = time.perf_counter()
-    for name, value in (("capacity", capacity), ("replicas", replicas), ("chunk_size", chunk_size)):
-        if value < 1:
-            raise PlanError(f"{name} is {value}; it must be at least 1")
+    capacity = at_least_one("capacity", capacity)
+    replicas = at_least_one("replicas", replicas)
+    chunk_size = at_least_one("chunk_size", chunk_size)
     _check_lengths(batch, capacity)
     if len(batch) < replicas:
         raise PlanError(

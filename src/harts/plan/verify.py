@@ -27,15 +27,13 @@ def verify_plan(plan: StepPlan) -> None:
     _verify_assignment(plan)
     _verify_order(plan)
     _verify_denominators(plan)
-    hashes = _prefix_hashes(plan.batch)
-    offsets, membership = plan.batch.offsets, plan.microbatch_of_trajectory
+    membership = plan.microbatch_of_trajectory
     by_microbatch = np.argsort(membership, kind="stable")
     bounds = np.searchsorted(membership[by_microbatch], np.arange(plan.num_microbatches + 1))
     for k in range(plan.num_microbatches):
         members = by_microbatch[bounds[k] : bounds[k + 1]].tolist()
-        rows = len(
-            np.unique(np.concatenate([hashes[offsets[i] : offsets[i + 1]] for i in members]))
-        )
+        hashes = [_prefix_hashes(plan.batch, i) for i in members]
+        rows = len(np.unique(np.concatenate(hashes)))
         claimed = int(plan.compact_tokens_of_microbatch[k])
         _require(rows == claimed, f"microbatch {k}", f"{rows} unique prefixes, not {claimed}")
         _require(rows <= plan.capacity, f"microbatch {k}", f"{rows} rows within {plan.capacity}")
@@ -147,18 +145,15 @@ def verify_calls(plan: CallPlan, parent: Ints, length: Ints, chunk_size: int) ->
     )
 
 
-def _prefix_hashes(batch: TrajectoryBatch) -> npt.NDArray[np.uint64]:
+def _prefix_hashes(batch: TrajectoryBatch, trajectory: int) -> npt.NDArray[np.uint64]:
     """A 64-bit hash of the prefix that ends at each token: sums of mixed (token, position)."""
-    position = np.arange(len(batch.tokens)) - np.repeat(batch.offsets[:-1], batch.lengths)
-    value = batch.tokens.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    span = slice(batch.offsets[trajectory], batch.offsets[trajectory + 1])
+    value = batch.tokens[span].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     identity = batch.position_fields.get("identity")
     if identity is not None:
-        value = _mix(value ^ identity.astype(np.int64).view(np.uint64))
-    mixed = _mix(value + _mix(position.astype(np.uint64) + np.uint64(1)))
-    running = np.cumsum(mixed, dtype=np.uint64)
-    before = np.concatenate([np.zeros(1, np.uint64), running])[batch.offsets[:-1]]
-    hashes: npt.NDArray[np.uint64] = running - np.repeat(before, batch.lengths)
-    return hashes
+        value = _mix(value ^ identity[span].view(np.uint64))
+    position = np.arange(1, len(value) + 1, dtype=np.uint64)
+    return np.cumsum(_mix(value + _mix(position)), dtype=np.uint64)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

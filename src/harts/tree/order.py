@@ -52,8 +52,8 @@ def sort_trajectories(batch: TrajectoryBatch) -> TrajectoryOrder:
     O(S) memory, O(S + N log N * LCP / 16 bytes a cycle) time.
     """
     rows = _prefix_rows(batch)
-    size, buffer, offsets = rows.dtype.itemsize, rows.tobytes(), batch.offsets.tolist()
-    keys = [buffer[size * a : size * b] for a, b in pairwise(offsets)]
+    offsets = batch.offsets.tolist()
+    keys = [rows[a:b].tobytes() for a, b in pairwise(offsets)]
     ids = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
     lengths = batch.lengths[ids]
     lcp = np.zeros(len(ids), np.int64)
