@@ -51,7 +51,6 @@ class Expanded:
 
     log_probs: torch.Tensor
     entropy: torch.Tensor
-    router_logits: list[list[torch.Tensor]]  # per trajectory, per MoE layer
 
 
 def expanded_run(
@@ -59,25 +58,34 @@ def expanded_run(
     input_ids: list[list[int]],
     loss_masks: list[list[bool]],
     temperature: list[list[float]] | None = None,
+    rows_per_call: int = 1,
 ) -> Expanded:
-    """Dense logits and log-softmax of every trajectory alone; differentiable."""
-    log_probs, entropies, routers = [], [], []
-    for i, (tokens, mask) in enumerate(zip(input_ids, loss_masks, strict=True)):
-        ids = torch.tensor([tokens])
-        output = model(input_ids=ids, use_cache=False, **_router_kwargs(model))
-        logits = output.logits[0, :-1]
-        if temperature is not None:
-            logits = logits / torch.tensor(temperature[i][1:], dtype=logits.dtype)[:, None]
-        logp = torch.log_softmax(logits, dim=-1)
-        scored = torch.tensor(np.flatnonzero(np.asarray(mask[1:], bool)))
-        log_probs.append(logp[scored, ids[0, 1:][scored]])
-        entropies.append(-(logp.exp() * logp).sum(-1)[scored])
-        routers.append(list(getattr(output, "router_logits", None) or []))
-    return Expanded(torch.cat(log_probs), torch.cat(entropies), routers)
+    """Dense logits and log-softmax of every trajectory alone; differentiable.
 
-
-def _router_kwargs(model: torch.nn.Module) -> dict[str, bool]:
-    return {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
+    rows_per_call: trajectories of a padded batch. Padding is on the right, where no causal model
+    looks; 1 means no padding at all.
+    """
+    by_length = sorted(range(len(input_ids)), key=lambda i: len(input_ids[i]))
+    log_probs: dict[int, torch.Tensor] = {}
+    entropies: dict[int, torch.Tensor] = {}
+    for begin in range(0, len(by_length), rows_per_call):
+        members = by_length[begin : begin + rows_per_call]
+        width = max(len(input_ids[i]) for i in members)
+        ids = torch.tensor([input_ids[i] + [0] * (width - len(input_ids[i])) for i in members])
+        all_logits = model(input_ids=ids, use_cache=False).logits
+        for i, logits in zip(members, all_logits, strict=True):
+            targets = torch.tensor(input_ids[i][1:], dtype=torch.int64)
+            logits = logits[: len(targets)]
+            if temperature is not None:
+                logits = logits / torch.tensor(temperature[i][1:], dtype=logits.dtype)[:, None]
+            logp = torch.log_softmax(logits, dim=-1)
+            scored = torch.tensor(np.flatnonzero(np.asarray(loss_masks[i][1:], bool)))
+            log_probs[i] = logp[scored, targets[scored]]
+            entropies[i] = -(logp.exp() * logp).sum(-1)[scored]
+    places = range(len(input_ids))
+    return Expanded(
+        torch.cat([log_probs[i] for i in places]), torch.cat([entropies[i] for i in places])
+    )
 
 
 def gradients(

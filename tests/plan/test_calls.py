@@ -59,6 +59,36 @@ def test_num_rounds_is_the_minimum_over_every_choice_of_direct_children(tree):
     assert plan.num_rounds == brute_minimum_rounds(parent, length, B)
 
 
+def random_tree(rng, count):
+    """A segment tree whose forks often fall around chunk boundaries."""
+    parent = [-1, *(int(rng.integers(max(0, s - 5), s)) for s in range(1, count))]
+    return parent, rng.choice([1, 1, 2, B - 1, B, B + 1], count).tolist()
+
+
+@pytest.mark.parametrize("count", [6, 7, 8, 9])
+def test_num_rounds_is_the_minimum_on_hundreds_of_random_trees(count):
+    rng = np.random.default_rng(count)
+    for _ in range(600):
+        parent, length = random_tree(rng, count)
+        plan = plan_calls(parent, length, chunk_size=B)
+        assert plan.num_rounds == brute_minimum_rounds(parent, length, B), (parent, length)
+
+
+def test_a_side_branch_that_forks_before_its_next_boundary_is_not_worth_continuing():
+    # 1 forks again without another round, 2 only with one: 2 must continue the root, not 1
+    parent, length = [-1, 0, 0, 1, 1, 2, 2], [B, 1, B, 1, 1, 1, 1]
+    plan = plan_calls(parent, length, chunk_size=B)
+    assert plan.num_rounds == 2
+    assert plan.direct_child[0] == 2
+
+
+def test_a_side_branch_has_one_round_less_to_spend_than_the_chain_it_leaves():
+    # 1 is a complete tree of three levels; 2 is the tree of the last test, a round later
+    parent = [-1, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+    length = [B, B, B, B, B, 1, B, *[1] * 8]
+    assert plan_calls(parent, length, chunk_size=B).num_rounds == 3
+
+
 @settings(deadline=None, max_examples=100)
 @given(segment_forests(max_segments=8, trees=3))
 def test_num_rounds_of_a_forest_is_the_maximum_over_its_trees(forest):

@@ -19,9 +19,9 @@ def gather_rows(x: torch.Tensor, gather: RowGather) -> torch.Tensor:
 
     x: (C, ...) of any dtype and trailing shape. Returns (P, ...) of the same dtype.
     Backward is the transpose: each compact row reads the gradient of its own packed row, then
-    the E repeated rows are added in packed order, in float32 when x is narrower. On CPU the same
-    inputs give the same bits; the second derivative is not defined. Raises HartsError when x
-    does not have C rows. Memory P rows; time linear in P.
+    the E repeated rows are added in packed order, in float32 when x is narrower. The same inputs
+    give the same bits on CPU, on CUDA only under torch.use_deterministic_algorithms.
+    Differentiable once. Raises HartsError when x does not have C rows. Time and memory O(P).
     """
     num_compact = gather.own.shape[0]
     if x.ndim == 0 or x.shape[0] != num_compact:

@@ -30,7 +30,7 @@ def chunk_kda_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (P, G, V) and produced states, all in the one floating dtype of the arguments.
 
-    O(P (B (K + V) + K V + K^2)) time, O(P (B + (K + V) log B)) memory, one Python step a level.
+    O(P (B (K + V) + K V + K^2)) time, O(P (B + V + K log B)) memory, one Python step a level.
     """
     num_heads, value_width = v_PGV.shape[1:]
     key_width = q_PHK.shape[2]
