@@ -26,16 +26,13 @@ from harts.train.sampling import unshared
 from harts.train.step import StepResult, accumulate_gradients
 
 sys.path.insert(0, str(Path(__file__).parent))
-from results_file import environment, write_result  # noqa: E402
+from results_file import environment, write_result
 
 
 def main() -> None:
     """Measure and print; write the JSON with --write."""
     args = _arguments()
-    if args.file:
-        batch = harts.read(args.file)
-    else:
-        batch = agent_batch(seed=0, shape="agent_tree")
+    batch = harts.read(args.file) if args.file else agent_batch(seed=0, shape="agent_tree")
     model = harts.attach(
         harts.tiny_model(args.model, vocab_size=int(batch.tokens.max()) + 1).train()
     )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+
 def _wide(dtype: Any) -> Any:
     return torch.float64 if dtype is torch.float32 else dtype
 
@@ -88,9 +89,7 @@ def expanded_run(
     )
 
 
-def gradients(
-    model: torch.nn.Module, loss: Callable[[], torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def gradients(model: torch.nn.Module, loss: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Gradient of every parameter for one loss; None becomes zero."""
     model.zero_grad(set_to_none=True)
     loss().backward()

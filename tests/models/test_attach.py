@@ -195,7 +195,7 @@ def test_float32_agrees_to_its_rounding() -> None:
     with torch.no_grad():
         with oracles.float64_throughout():
             truth = oracles.expanded_run(exact, tokens, masks).log_probs
-        own_error = (oracles.expanded_run(copy.deepcopy(single), tokens, masks).log_probs - truth)
+        own_error = oracles.expanded_run(copy.deepcopy(single), tokens, masks).log_probs - truth
         tree = harts.attach(single).log_probs(_microbatch()).log_probs
     assert np.isfinite(tree).all()
     bound = 2 * float(own_error.abs().max()) + 8 * torch.finfo(torch.float32).eps

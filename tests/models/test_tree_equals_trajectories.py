@@ -239,9 +239,7 @@ def test_a_changed_token_moves_no_bit_of_other_branches(model_type: str) -> None
     assert not torch.equal(before[0], after[0])
 
 
-def _all_log_probs(
-    model: harts.TreeModel, trajectories: list[list[int]]
-) -> list[torch.Tensor]:
+def _all_log_probs(model: harts.TreeModel, trajectories: list[list[int]]) -> list[torch.Tensor]:
     batch = harts.TrajectoryBatch.from_rows(
         [{"input_ids": t, "loss_mask": [0] + [1] * (len(t) - 1)} for t in trajectories]
     )

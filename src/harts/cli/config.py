@@ -73,8 +73,9 @@ def _build(table: dict[str, Any], path: str, where: dict[str, str]) -> RunOption
             if missing and required.default is required.default_factory is dataclasses.MISSING:
                 raise ConfigError(f"{path}: {section}.{required.name} is missing; it must be given")
         converted = {
-            key: _convert(value, known[section][key], where.get(f"{section}.{key}", path),
-                          f"{section}.{key}")
+            key: _convert(
+                value, known[section][key], where.get(f"{section}.{key}", path), f"{section}.{key}"
+            )
             for key, value in entries.items()
         }
         sections[section] = _make(hint, converted, entries)

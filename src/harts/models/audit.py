@@ -26,9 +26,7 @@ _TOKEN_WISE = (
     nn.GELU,
     nn.Sigmoid,
 )
-_ACTIVATIONS = tuple(
-    {c[0] if isinstance(c, tuple) else c for c in ACT2CLS.values()} - {None}
-)
+_ACTIVATIONS = tuple({c[0] if isinstance(c, tuple) else c for c in ACT2CLS.values()} - {None})
 _PEFT_PACKAGE = "peft.tuners.lora"
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 

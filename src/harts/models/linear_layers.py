@@ -14,10 +14,14 @@ from harts.ops.linear_attention import chunk_kda
 from harts.views.tree import TreeView
 
 
-def convolve(mixed: torch.Tensor, conv1d: nn.Conv1d, activation: str, tree: TreeView) -> torch.Tensor:
+def convolve(
+    mixed: torch.Tensor, conv1d: nn.Conv1d, activation: str, tree: TreeView
+) -> torch.Tensor:
     """The depthwise causal convolution of a layer over compact rows; mixed (C, D) -> (C, D)."""
     view = tree.conv[conv1d.kernel_size[0]]
-    return causal_conv(mixed, conv1d.weight.squeeze(1), conv1d.bias, view=view, activation=activation)
+    return causal_conv(
+        mixed, conv1d.weight.squeeze(1), conv1d.bias, view=view, activation=activation
+    )
 
 
 def linear_core(

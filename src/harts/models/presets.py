@@ -83,7 +83,9 @@ TINY: dict[str, dict[str, Any]] = {
 _SHORT = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
-def tiny_model(model_type: str, *, vocab_size: int, seed: int = 0, **changes: Any) -> PreTrainedModel:
+def tiny_model(
+    model_type: str, *, vocab_size: int, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
     """A random model of a family, float32, in evaluation mode; `changes` override the config.
 
     Raises UnsupportedModelError for a type without a preset.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harts.errors import UnsupportedModelError
+from harts.errors import DataError, UnsupportedModelError
 from harts.models.audit import LayerFinding, audit
 from harts.models.families import family_of
 from harts.models.full_attention import IMPLEMENTATION
@@ -73,6 +73,7 @@ class TreeModel:
 
         Differentiable; under `torch.no_grad()` it is the old- or reference-policy pass.
         """
+        self._check_vocabulary(microbatch)
         view = self.view(microbatch)
         with _recorded(self.routers, self.family, view.multiplicity) as records:
             hidden = self._backbone(view)
@@ -86,6 +87,15 @@ class TreeModel:
             hidden, head.weight, view=view.logprobs, bias=head.bias
         )
         return TreeOutput(log_probs, entropy, tuple(records), microbatch.num_tokens)
+
+    def _check_vocabulary(self, microbatch: MicroBatch) -> None:
+        known = self._causal_lm.get_input_embeddings().weight.shape[0]
+        largest = int(microbatch.layout.tokens.max())
+        if largest >= known:
+            raise DataError(
+                f"token id {largest:,} of the rollouts is outside the model's vocabulary of "
+                f"{known:,}; take data and model of the same tokenizer"
+            )
 
     def _backbone(self, view: TreeView) -> torch.Tensor:
         """Last hidden states of the compact rows, (C, hidden)."""

@@ -60,10 +60,15 @@ def accumulate_gradients(
         if isinstance(options.options, PolicyOptions):
             added = policy_metrics(out, fields, plan.denominators, options=options.options)
             metrics = add_metrics(metrics, added)
+        metrics = add_metrics(metrics, {"log_prob": _mean_of(out.log_probs)})
         if out.routers:
             mine = moe_losses.expert_loads(out.routers)
             loads = mine if loads is None else loads + mine
     return StepResult(loss, policy_loss, metrics, loads, time.perf_counter() - started)
+
+
+def _mean_of(values: torch.Tensor) -> MetricSum:
+    return MetricSum(values.detach().double().sum(), values.numel())
 
 
 def _moe_loss(out: TreeOutput, plan: StepPlan, options: ObjectiveOptions) -> torch.Tensor | float:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from harts.data.aliases import find
+from harts.errors import DataError
 from harts.plan.microbatch import MicroBatch
 from harts.views.gather import on_device
 
@@ -43,8 +44,7 @@ def build_logprob_view(microbatch: MicroBatch, device: torch.device) -> LogProbV
     """A position t is predicted by the row of position t - 1 of its trajectory. O(P log P)."""
     row = microbatch.layout.semantic_to_compact[microbatch.scored - 1]
     target = microbatch.batch.tokens[microbatch.batch_position[microbatch.scored]].astype(np.int64)
-    name = find(microbatch.fields, "temperature")
-    temperature = np.ones(len(row)) if name is None else microbatch.fields[name].astype(np.float64)
+    temperature = _temperatures(microbatch)
     original = np.lexsort((temperature, row))
     row, temperature = row[original], temperature[original]
     is_first = np.ones(len(row), bool)
@@ -60,3 +60,20 @@ def build_logprob_view(microbatch: MicroBatch, device: torch.device) -> LogProbV
         original=on_device(original, device),
         row_ptr=np.concatenate([heads, [len(row)]]),
     )
+
+
+def _temperatures(microbatch: MicroBatch) -> npt.NDArray[np.float64]:
+    """Sampling temperature of each scored position (P,), 1 where the data has none."""
+    name = find(microbatch.fields, "temperature")
+    if name is None:
+        return np.ones(microbatch.num_scored)
+    temperature: npt.NDArray[np.float64] = microbatch.fields[name].astype(np.float64)
+    wrong = np.flatnonzero(~(temperature > 0))
+    if len(wrong):
+        place = int(wrong[0])
+        trajectory = microbatch.batch.name_of(int(microbatch.fields["trajectory_index"][place]))
+        raise DataError(
+            f"{trajectory}: {name} is {temperature[place]} at position "
+            f"{microbatch.fields['position'][place]}; give a temperature above 0"
+        )
+    return temperature

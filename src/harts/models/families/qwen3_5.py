@@ -24,9 +24,7 @@ class TreeQwen3_5GatedDeltaNet(hf.Qwen3_5GatedDeltaNet):  # noqa: N801
         return gated_delta_net(self, hidden_states, tree)
 
 
-def gated_delta_net(
-    layer: Any, hidden_states: torch.Tensor, tree: TreeView
-) -> torch.Tensor:
+def gated_delta_net(layer: Any, hidden_states: torch.Tensor, tree: TreeView) -> torch.Tensor:
     """The layer of Qwen3.5, dense and MoE: separate projections of q, k, v, z, b and a."""
     hidden = hidden_states[0]
     mixed = convolve(layer.in_proj_qkv(hidden), layer.conv1d, layer.activation, tree)
