@@ -53,7 +53,7 @@ SHAPES: dict[str, list[list[int]]] = {
     "fork-at-1": _fork_at(1, tail=70),
     "forks-at-63-64-65": _fork_at(63, 64, 65),
     "fork-at-128": _fork_at(128),
-    "one-token-leaves": [_tokens(8, 80)[:66] + [token] for token in range(6)],
+    "one-token-leaves": [[*_tokens(8, 66), token] for token in range(6)],
     "three-levels": _three_levels(),
     "chance-prefixes": _chance_prefixes(),
 }

@@ -119,7 +119,7 @@ def test_a_tree_equals_its_trajectories(model_type: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize("shape", sorted(LARGE_SHAPES))
-@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next", "llama"])
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_large_tree_equals_its_trajectories(model_type: str, shape: str) -> None:
     _compare(model_type, _batch(LARGE_SHAPES[shape]), capacity=100_000, rows_per_call=32)
 

@@ -210,7 +210,7 @@ def test_an_option_that_does_not_fit_is_refused_before_anything_is_written(
 
 
 def test_unknown_keys_are_reported_before_wrong_values(tmp_path: Path, rollouts: Path) -> None:
-    with pytest.raises(ConfigError, match="output.folder is unknown"):
+    with pytest.raises(ConfigError, match=r"output\.folder is unknown"):
         _config(tmp_path, rollouts, "train.steps=x", "output.folder=y")
 
 

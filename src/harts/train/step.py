@@ -1,4 +1,4 @@
-"""One optimiser step's gradients: every microbatch of a plan through the model and the objective."""
+"""One step's gradients: every microbatch of a plan through the model and the objective."""
 
 from __future__ import annotations
 

@@ -32,9 +32,10 @@ def mapped_log_probs(
     in nats, both differentiable: float64 for float64 inputs, else float32 (bfloat16 and float16
     inputs are multiplied in their dtype, everything after the matmul is float32).
 
-    Logits exist for one block of head rows at a time: at most max_block_bytes (but at least one
-    row; None chooses by device), and as much again for their gradient. Backward recomputes them, so the LM head's work
-    is four matmuls of R x D x V over the R head rows, and O(R V + P) besides.
+    Logits exist for one block of head rows at a time: at most max_block_bytes (None chooses by
+    device), but at least one row, and as much again for their gradient. Backward recomputes
+    them, so the LM head's work is four matmuls of R x D x V over the R head rows, and
+    O(R V + P) besides.
     Raises HartsError for shapes that do not fit and for a target outside the vocabulary.
     """
     if max_block_bytes is None:
