@@ -11,8 +11,11 @@ from harts.cli.config import read_config
 def run(args: argparse.Namespace) -> int:
     """Train; with --json the last step's metrics are the one object on stdout."""
     options = read_config(args.config, args.overrides)
-    from harts.train.trainer import train  # torch and transformers, after the config is read
+    from transformers.utils import logging  # torch and transformers, after the config is read
 
+    from harts.train.trainer import train
+
+    logging.disable_progress_bar()  # the console shows steps, not shards of a checkpoint
     metrics = train(options, resume=args.resume)
     if args.json:
         print(json.dumps(metrics))

@@ -57,7 +57,8 @@ class RunLog:
         width = len(str(self._total))
         self.note(
             f"step {self._step:>{width}}/{self._total} {_bar(self._step / self._total)} "
-            f"loss {metrics['loss']:+.6f}  grad {metrics['grad_norm']:.3e}  "
+            f"loss {metrics['loss']:+.6f}  log-prob {metrics['log_prob']:+.5f}  "
+            f"grad {metrics['grad_norm']:.3e}  "
             f"rows {metrics['compact_tokens']:,} of {metrics['raw_tokens']:,} "
             f"({metrics['compression']:.2f}x, {metrics['rows_saved']:,} saved)  "
             f"{metrics['raw_tokens_per_second']:,.0f} tok/s  {metrics['seconds']:.2f} s  "
