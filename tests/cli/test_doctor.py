@@ -1,5 +1,6 @@
 """`harts doctor`: honest about what is there, and how a model would run."""
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from harts.models.presets import tiny_model
 from tests.cli.conftest import Run, assert_refused
+from tests.families import needs_ling
 
 
 def capabilities(result: dict) -> dict[str, dict]:
@@ -17,7 +19,7 @@ def test_versions_and_capabilities_are_json(run_harts: Run) -> None:
     outcome = run_harts("doctor", "--json")
     assert outcome.code == 0
     result = outcome.json
-    assert result["versions"]["torch"] == torch.__version__
+    assert result["versions"]["torch"] == version("torch")
     assert result["model"] is None
     assert len(result["devices"]) == torch.cuda.device_count()
     assert capabilities(result)["train on CPU"]["usable"]
@@ -44,6 +46,7 @@ def test_a_missing_package_is_named_with_its_extra(
     assert "not installed" in run_harts("doctor").stdout
 
 
+@needs_ling
 def test_layers_of_a_model_are_grouped(run_harts: Run) -> None:
     outcome = run_harts("doctor", "--model", "tiny:bailing_hybrid")
     assert outcome.code == 0

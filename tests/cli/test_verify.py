@@ -20,6 +20,7 @@ from harts.train import verification
 from harts.train.verification import VerifyOptions, verify_model
 from harts.views.tree import TreeView, build_tree_view
 from tests.cli.conftest import Run, assert_refused, write_rows
+from tests.families import KDA_MOE
 from tests.oracles import expanded_run, gradients
 
 KEYS = {
@@ -46,7 +47,7 @@ def test_json_has_the_promised_keys_and_passes(run_harts: Run, rollouts: Path) -
     assert result["speedup"] == pytest.approx(result["expanded_seconds"] / result["tree_seconds"])
 
 
-@pytest.mark.parametrize("model_type", ["bailing_hybrid", "qwen3_next", "qwen3", "olmo_hybrid"])
+@pytest.mark.parametrize("model_type", [KDA_MOE, "qwen3_next", "qwen3", "olmo_hybrid"])
 def test_a_tree_equals_its_trajectories_through_several_microbatches(
     run_harts: Run, rollouts: Path, model_type: str
 ) -> None:

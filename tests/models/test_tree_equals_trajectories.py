@@ -12,14 +12,13 @@ import torch
 from hypothesis import given, settings
 
 import harts
-from harts.models.presets import TINY, tiny_model
+from harts.models.presets import tiny_model
 from harts.rl import moe_losses
 from tests import oracles
+from tests.families import FAMILIES, KDA_MOE, MOE_FAMILIES
 from tests.shapes import LARGE_SHAPES, SHAPES, VOCABULARY
 from tests.strategies import long_token_trees
 
-FAMILIES = sorted(TINY)
-MOE_FAMILIES = ["bailing_hybrid", "kimi_linear", "qwen3_next", "qwen3_5_moe_text"]
 TOLERANCE = 1e-9
 
 
@@ -131,7 +130,7 @@ def test_a_tree_cut_into_microbatches_equals_its_trajectories(model_type: str) -
 
 @settings(max_examples=6, deadline=None)
 @given(trajectories=long_token_trees(chunk_size=64, vocabulary=VOCABULARY))
-@pytest.mark.parametrize("model_type", ["bailing_hybrid", "olmo_hybrid", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("model_type", [KDA_MOE, "olmo_hybrid", "qwen3_5_moe_text"])
 def test_any_tree_equals_its_trajectories(model_type: str, trajectories: list[list[int]]) -> None:
     _compare(model_type, _batch(trajectories), capacity=400)
 
@@ -203,7 +202,7 @@ def _expanded_moe(
 
 
 def test_recomputation_changes_no_bit() -> None:
-    _, hf_model, model = _models("bailing_hybrid")
+    _, hf_model, model = _models(KDA_MOE)
     (microbatch,) = harts.plan_step(_batch(SHAPES["three-levels"])).microbatches()
     gradients = []
     for on in (False, True):

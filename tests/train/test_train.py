@@ -20,6 +20,7 @@ from harts.errors import CheckpointError, ConfigError
 from harts.train import checkpoint as checkpoints
 from harts.train.sampling import GroupSampler, unshared, with_advantages
 from harts.train.trainer import train
+from tests.families import KDA_MOE
 
 TOKENS = Path(__file__).parents[3] / "shared" / "rollouts" / "tokens"
 
@@ -44,7 +45,7 @@ groups_per_step = 2
 [plan]
 capacity = 600
 [model]
-path = "tiny:bailing_hybrid"
+path = "tiny:{KDA_MOE}"
 [objective]
 advantages = "group"
 load_balancing = 1e-3
