@@ -20,7 +20,12 @@ from harts.errors import ConfigError, HartsError
 USER_ERROR = 2
 INTERRUPTED = 130
 
-_EXTRA_OF_PACKAGE = {"pydantic": "cli", "transformers": "hf", "safetensors": "hf"}
+_EXTRA_OF_PACKAGE = {
+    "ortools": "bench",
+    "pydantic": "cli",
+    "transformers": "hf",
+    "safetensors": "hf",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +97,19 @@ def _add_plan(commands: Any) -> None:
     )
     _add_file(plan)
     _add_capacity_and_chunk_size(plan)
+    plan.add_argument(
+        "--planner",
+        choices=("harts", "next-fit", "ortools", "dta"),
+        default="harts",
+        help="harts searches memberships and placement (default); the others are baselines to "
+        "compare with, ortools and dta from the benchmarks of a source checkout",
+    )
+    plan.add_argument(
+        "--over-capacity",
+        choices=("error", "drop"),
+        default="error",
+        help="what to do with a trajectory longer than the capacity (default %(default)s)",
+    )
     plan.add_argument(
         "--replicas",
         type=_count,

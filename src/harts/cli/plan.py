@@ -3,27 +3,77 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from harts.cli.output import Rows, counted, percent, print_result, seconds
+import harts
+from harts.cli.output import counted, percent, print_result, seconds
 from harts.data.read import read
+from harts.data.trajectory import TrajectoryBatch
+from harts.errors import ConfigError
+from harts.plan.over_capacity import within_capacity
 from harts.plan.planner import plan_step
+from harts.plan.step_plan import StepPlan
 from harts.plan.verify import verify_plan
+
+_BASELINES = {"ortools": ("ortools_ffd", "plan_ortools"), "dta": ("dta", "plan_dta")}
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan, verify the plan (outside `plan_seconds`) and print its summary."""
     batch = read(args.file)
-    plan = plan_step(
-        batch, capacity=args.capacity, replicas=args.replicas, chunk_size=args.chunk_size
-    )
+    plan = _plan(batch, args)
     verify_plan(plan)
     summary = plan.summary()
-    print_result(summary, _rows(summary, args), as_json=args.json)
+    rows = _rows(summary, args)
+    if len(plan.dropped):
+        summary["dropped"] = [batch.name_of(i) for i in plan.dropped.tolist()]
+        rows.append(("dropped", ", ".join(summary["dropped"])))
+    print_result(summary, rows, as_json=args.json)
     return 0
 
 
-def _rows(summary: dict[str, Any], args: argparse.Namespace) -> Rows:
+def _plan(batch: TrajectoryBatch, args: argparse.Namespace) -> StepPlan:
+    if args.planner in _BASELINES and args.chunk_size == 64:
+        kept, dropped = within_capacity(batch, args.capacity, args.over_capacity)
+        plan = _baseline(args.planner)(kept, args.capacity, args.replicas)
+        return dataclasses.replace(plan, dropped=dropped)
+    if args.planner in _BASELINES:
+        raise ConfigError(
+            f"--chunk-size is {args.chunk_size}; the baseline {args.planner} plans for chunks of 64"
+        )
+    return plan_step(
+        batch,
+        capacity=args.capacity,
+        replicas=args.replicas,
+        chunk_size=args.chunk_size,
+        planner=args.planner,
+        over_capacity=args.over_capacity,
+    )
+
+
+def _baseline(planner: str) -> Callable[[TrajectoryBatch, int, int], StepPlan]:
+    """A planner to compare with, from benchmarks/plan_baselines of a source checkout."""
+    folder = Path(harts.__file__).parents[2] / "benchmarks"
+    module, function = _BASELINES[planner]
+    if not (folder / "plan_baselines").is_dir():
+        raise ConfigError(
+            f"--planner {planner} is a benchmark baseline and not part of the package; "
+            "run from a source checkout (pip install -e .)"
+        )
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    plan: Callable[[TrajectoryBatch, int, int], StepPlan] = getattr(
+        import_module(f"plan_baselines.{module}"), function
+    )
+    return plan
+
+
+def _rows(summary: dict[str, Any], args: argparse.Namespace) -> list[tuple[str, str]]:
     rounds, slot = summary["rounds"], summary["slot_imbalance"]
     compact, replay = summary["compact_tokens"], summary["replay_tokens"]
     return [

@@ -1,44 +1,76 @@
-"""plan_step: order, partition, place (paper section 3.2)."""
+"""plan_step: order, candidates, place, best, refine (paper section 3.2)."""
 
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 import numpy as np
 
 from harts.data.trajectory import TrajectoryBatch
 from harts.errors import PlanError
+from harts.plan.balance import balance_slots
+from harts.plan.candidates import candidate_partitions
+from harts.plan.cost import PrefixCost
 from harts.plan.denominators import Denominators
-from harts.plan.options import at_least_one
-from harts.plan.partition import next_fit
-from harts.plan.placement import place_greedily
+from harts.plan.local_search import search_memberships
+from harts.plan.objective import Objective, plan_objective
+from harts.plan.options import PlannerOptions, at_least_one
+from harts.plan.over_capacity import OverCapacity, within_capacity
+from harts.plan.paired import place_evenly
+from harts.plan.partition import Partition, next_fit
+from harts.plan.placement import Placement, place_greedily
 from harts.plan.step_plan import StepPlan
 from harts.tree.order import sort_trajectories
 
+DEFAULTS = PlannerOptions()
+
 
 def plan_step(
-    batch: TrajectoryBatch, capacity: int = 65536, replicas: int = 1, chunk_size: int = 64
+    batch: TrajectoryBatch,
+    capacity: int = 65536,
+    replicas: int = 1,
+    chunk_size: int = 64,
+    *,
+    planner: Literal["harts", "next-fit"] = "harts",
+    over_capacity: OverCapacity = "error",
+    options: PlannerOptions = DEFAULTS,
 ) -> StepPlan:
     """Plan one optimisation step: microbatches within `capacity` compact rows, their replica
     and slot.
 
     Eager and deterministic; equal prefixes merge across groups. capacity and chunk_size are in
-    rows, both at least 1. Raises PlanError when a trajectory is longer than the capacity, or
-    when no multiple of `replicas` microbatches is found. One sort of the batch, then O(N log N).
+    rows, both at least 1. planner: "harts" searches (paper section 3.2 and beyond), "next-fit"
+    fills microbatches in lexicographic order. over_capacity: a trajectory longer than the
+    capacity is an error that names it, or is dropped and listed in `plan.dropped`; indices of
+    trajectories are then those of `plan.batch`, without the dropped ones.
+    Raises PlanError for that, for fewer trajectories than replicas, and when no multiple of
+    `replicas` microbatches is found.
     """
     started = time.perf_counter()
     capacity = at_least_one("capacity", capacity)
     replicas = at_least_one("replicas", replicas)
     chunk_size = at_least_one("chunk_size", chunk_size)
-    _check_lengths(batch, capacity)
+    batch, dropped = within_capacity(batch, capacity, over_capacity)
     if len(batch) < replicas:
         raise PlanError(
             f"{len(batch)} trajectories for {replicas} replicas; "
             "every replica needs one, so lower replicas or give more trajectories"
         )
     order = sort_trajectories(batch)
-    partition = next_fit(order, capacity=capacity, replicas=replicas)
-    placement = place_greedily(partition.rows, replicas=replicas)
+    if planner == "next-fit":
+        partition = next_fit(order, capacity=capacity, replicas=replicas)
+        options = PlannerOptions.paper()
+    else:
+        cost = PrefixCost.of(order)
+        candidates = candidate_partitions(
+            cost, capacity=capacity, replicas=replicas, options=options
+        )
+        if not candidates:  # nothing could be aligned: merge what fits, or say why not
+            candidates = [next_fit(order, capacity=capacity, replicas=replicas)]
+        partition = min(candidates, key=lambda p: _ranked(p, replicas, options)[0])
+        partition = _improved(cost, partition, capacity, replicas, options)
+    _, placement = _ranked(partition, replicas, options)
     microbatch_of_trajectory = np.empty(len(batch), np.int64)
     microbatch_of_trajectory[order.ids] = partition.microbatch_of_place
     return StepPlan(
@@ -52,16 +84,42 @@ def plan_step(
         slot_of_microbatch=placement.slot_of_microbatch,
         compact_tokens_of_microbatch=partition.rows,
         denominators=Denominators.of(batch.loss_mask, batch.offsets),
+        dropped=dropped,
         plan_seconds=time.perf_counter() - started,
     )
 
 
-def _check_lengths(batch: TrajectoryBatch, capacity: int) -> None:
-    too_long = np.flatnonzero(batch.lengths > capacity)
-    if len(too_long):
-        first, others = int(too_long[0]), len(too_long) - 1
-        more = f" (and {others} more)" if others else ""
-        raise PlanError(
-            f"{batch.name_of(first)} has {batch.lengths[first]:,} tokens{more}, more than the "
-            f"capacity {capacity:,}; raise --capacity or split it"
-        )
+def _improved(
+    cost: PrefixCost,
+    partition: Partition,
+    capacity: int,
+    replicas: int,
+    options: PlannerOptions,
+) -> Partition:
+    """Beyond the paper: memberships of less work, then even slots; never worse by Equation 4."""
+    searched = search_memberships(
+        cost,
+        partition,
+        capacity=capacity,
+        replicas=replicas,
+        iterations=options.search_steps,
+        use_numba=options.use_numba,
+    )
+    balanced = balance_slots(
+        cost,
+        searched,
+        capacity=capacity,
+        replicas=replicas,
+        iterations=options.balance_steps,
+        use_numba=options.use_numba,
+    )
+    return min((balanced, searched, partition), key=lambda p: _ranked(p, replicas, options)[0])
+
+
+def _ranked(
+    partition: Partition, replicas: int, options: PlannerOptions
+) -> tuple[Objective, Placement]:
+    """A partition placed, with its objective (Equation 4)."""
+    place = place_evenly if options.placement == "even" else place_greedily
+    placement = place(partition.rows, replicas=replicas)
+    return plan_objective(partition.rows, placement), placement

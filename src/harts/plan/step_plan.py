@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,8 @@ class StepPlan:
 
     microbatch_of_trajectory: int64 (N,), ids 0..K-1. replica_of_microbatch,
     slot_of_microbatch, compact_tokens_of_microbatch: int64 (K,). order: the whole batch in
-    lexicographic order; trie_tokens: rows if everything were one microbatch.
+    lexicographic order; trie_tokens: rows if everything were one microbatch. dropped: int64,
+    trajectories of the given batch that were longer than the capacity and are not in `batch`.
     """
 
     batch: TrajectoryBatch
@@ -36,6 +37,7 @@ class StepPlan:
     compact_tokens_of_microbatch: Ints
     denominators: Denominators
     plan_seconds: float
+    dropped: Ints = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def num_microbatches(self) -> int:

@@ -39,12 +39,15 @@ class DataOptions:
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """capacity: most compact rows of a microbatch. chunk_size: rows of a linear-attention chunk.
+    planner, over_capacity: as in `plan_step`.
     sharing: "tree" computes every shared row once; "expanded" computes each trajectory alone
     through the same code, the baseline to compare with.
     """
 
     capacity: int = 65536
     chunk_size: int = 64
+    planner: Literal["harts", "next-fit"] = "harts"
+    over_capacity: Literal["error", "drop"] = "error"
     sharing: Literal["tree", "expanded"] = "tree"
 
 

@@ -66,7 +66,11 @@ def train(options: RunOptions, *, resume: bool = False) -> dict[str, Any]:
     for number in range(first, options.train.steps):
         started = time.perf_counter()
         plan = plan_step(
-            sampler.step(number), options.plan.capacity, chunk_size=options.plan.chunk_size
+            sampler.step(number),
+            options.plan.capacity,
+            chunk_size=options.plan.chunk_size,
+            planner=options.plan.planner,
+            over_capacity=options.plan.over_capacity,
         )
         optimizer.zero_grad(set_to_none=True)
         result = accumulate_gradients(model, plan, options.objective, log.progress)

@@ -1,0 +1,1 @@
+"""Planners to compare with: one module each, a function (batch, capacity, replicas) -> StepPlan."""

@@ -1,0 +1,38 @@
+"""Trajectories longer than a microbatch: an error that names one, or dropped and listed."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+
+from harts.data.trajectory import TrajectoryBatch
+from harts.errors import PlanError
+from harts.tree.order import Ints
+
+OverCapacity = Literal["error", "drop"]
+
+
+def within_capacity(
+    batch: TrajectoryBatch, capacity: int, over_capacity: OverCapacity
+) -> tuple[TrajectoryBatch, Ints]:
+    """The batch without trajectories above the capacity, and which those were, int64.
+
+    PlanError where there is one and over_capacity is "error", or where none would be left.
+    """
+    if over_capacity not in get_args(OverCapacity):
+        raise PlanError(f"over_capacity is {over_capacity!r}; choose 'error' or 'drop'")
+    too_long = np.flatnonzero(batch.lengths > capacity)
+    if not len(too_long):
+        return batch, too_long
+    first, others = int(too_long[0]), len(too_long) - 1
+    more = f" (and {others} more)" if others else ""
+    problem = (
+        f"{batch.name_of(first)} has {batch.lengths[first]:,} tokens{more}, more than the "
+        f"capacity {capacity:,}"
+    )
+    if over_capacity == "error":
+        raise PlanError(f"{problem}; raise --capacity or split it")
+    if len(too_long) == len(batch):
+        raise PlanError(f"{problem}, and no trajectory is left; raise --capacity")
+    return batch.select(np.flatnonzero(batch.lengths <= capacity)), too_long
