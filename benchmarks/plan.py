@@ -1,7 +1,7 @@
 """The planner against OR-Tools + FFD, AReaL-DTA and next-fit, on the paper's ten steps.
 
     python benchmarks/plan.py                                  # everything, about an hour
-    python benchmarks/plan.py --quick                          # row 1, OR-Tools at 0.2 s
+    python benchmarks/plan.py --quick                          # row 1, OR-Tools at 0.2 s, to stdout
     python benchmarks/plan.py --baselines-from benchmarks/results/plan-cpu2-....json
     python benchmarks/plan.py --table                          # docs/results/planning.md again
 
@@ -44,7 +44,7 @@ def main() -> None:
     try:
         if not args.table:
             _measure(args)
-        if args.only == "all":
+        if args.only == "all" and not args.quick:
             _write_page()
     except HartsError as error:
         sys.exit(str(error))
@@ -52,9 +52,7 @@ def main() -> None:
 
 def _measure(args: argparse.Namespace) -> None:
     taken = _baselines_of(args.baselines_from)
-    env = environment() | {
-        name: importlib.metadata.version(name) for name in ("numpy", "numba", "ortools")
-    }
+    env = environment() | {name: _version(name) for name in ("numpy", "numba", "ortools")}
     env["load_at_start"] = os.getloadavg()[0]
     env["baselines_from"] = args.baselines_from.name if args.baselines_from else None
     env["threads"] = {"planners": 1, "cp_sat": args.workers}
@@ -76,8 +74,17 @@ def _measure(args: argparse.Namespace) -> None:
     )
     record = _record(f"{args.small} small instances", {"seed": 0}, env, {}, {})
     records.append(record | {"samples": small, "metrics": {}})
-    name = "plan_quick" if args.quick else "plan"
-    print(write_result(name, "cpu2", records), file=sys.stderr)
+    if args.quick:
+        print(render(records, "(a quick run, not kept)"))
+    else:
+        print(write_result("plan", "cpu2", records), file=sys.stderr)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _record(
@@ -186,7 +193,6 @@ def _baselines_of(path: Path | None) -> dict[str, dict[str, Any]]:
 
 def _write_page() -> None:
     files = sorted(RESULTS.glob("plan-cpu2-*.json"), key=lambda path: path.stat().st_mtime)
-    files = files or sorted(RESULTS.glob("plan_quick-cpu2-*.json"))
     if not files:
         sys.exit(f"no plan-cpu2-*.json in {RESULTS}; measure first")
     PAGE.parent.mkdir(parents=True, exist_ok=True)
@@ -213,7 +219,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--work", type=Path, default=Path(tempfile.gettempdir()) / "harts-plan-bench"
     )
-    parser.add_argument("--quick", action="store_true", help="row 1, OR-Tools at 0.2 s")
+    parser.add_argument("--quick", action="store_true", help="row 1, OR-Tools at 0.2 s, to stdout")
     parser.add_argument("--table", action="store_true", help="only write the page again")
     args = parser.parse_args()
     if args.quick:

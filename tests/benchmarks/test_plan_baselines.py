@@ -31,7 +31,7 @@ from plan_table import balance, best_ortools
 
 from harts.tree.order import sort_trajectories
 
-few = settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+few = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 
 
 def capacity_of(batch: TrajectoryBatch, slack: float) -> int:

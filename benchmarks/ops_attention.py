@@ -1,0 +1,177 @@
+"""Tree attention on one GPU: FlexAttention beside the chain views, forward and backward.
+
+    python benchmarks/ops_attention.py                 # 65,536 rows, 16 heads, bfloat16, table
+    python benchmarks/ops_attention.py --write         # and the JSON in benchmarks/results
+
+The tree is the first rows, in DFS preorder, of a generated agent tree. Samples of all sides
+alternate in one process and are timed by CUDA events; a TFLOP/s counts visible (query, key) pairs
+only: 2 (D + V) a pair and head forward, 3.5 times that forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import harts
+from harts.data.synthetic import SyntheticOptions, generate
+from harts.ops.attention import tree_attention
+from harts.views.attention import AttentionView, ChainRows, build_attention_view
+from harts.views.chains import chains_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from results_file import environment, write_result
+
+AGENT_TREE = SyntheticOptions(
+    shape="agent_tree",
+    tasks=2,
+    rollouts=24,
+    turns=12,
+    system_tokens=4000,
+    task_tokens=4000,
+    turn_tokens=150,
+    observation_tokens=250,
+    fork_probability=0.7,
+)
+WIDTHS = ((128, 128), (192, 128))
+IMPLEMENTATIONS = ("flex", "views")
+
+
+def main() -> None:
+    """Measure and print; write the JSON with --write."""
+    args = _arguments()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/ops_attention.py measures on a GPU, and torch finds none")
+    view = agent_view(args.rows, args.seed)
+    records = [_measure(view, args, *widths) for widths in WIDTHS]
+    for record in records:
+        print(record["case"])
+        for name, value in record["metrics"].items():
+            print(f"  {name:34} {value:.5g}")
+    if args.write:
+        hardware = torch.cuda.get_device_name().split()[-1].lower()
+        print(write_result("ops_attention", hardware, records))
+
+
+def agent_view(num_rows: int, seed: int) -> AttentionView:
+    """The first rows of an agent tree in DFS preorder: their ancestors are among them."""
+    batch = generate(replace(AGENT_TREE, seed=seed))
+    plan = harts.plan_step(batch, capacity=100 * num_rows, planner="next-fit")
+    (microbatch,) = plan.microbatches()
+    view = build_attention_view(microbatch, chains_of(microbatch), torch.device("cuda"))
+    if view.end.numel() < num_rows:
+        sys.exit(f"--rows is {num_rows}, but the generated tree has {view.end.numel()} rows")
+    chains = tuple(
+        ChainRows(chain.start, min(chain.stop, num_rows), chain.ancestors)
+        for chain in view.chains
+        if chain.start < num_rows
+    )
+    return AttentionView(view.end[:num_rows].clamp(max=num_rows), chains)
+
+
+def _measure(
+    view: AttentionView, args: argparse.Namespace, key_width: int, value_width: int
+) -> dict[str, Any]:
+    q, k, v, d_out = _inputs(view.end.numel(), args.heads, key_width, value_width)
+    outputs = {}
+    metrics: dict[str, float] = {}
+    sides: dict[str, Callable[[], object]] = {}
+    for impl in IMPLEMENTATIONS:
+
+        def forward(impl: Any = impl) -> torch.Tensor:
+            return tree_attention(q, k, v, view=view, scale=key_width**-0.5, impl=impl)
+
+        def both(forward: Callable[[], torch.Tensor] = forward) -> object:
+            return torch.autograd.grad(forward(), (q, k, v), d_out)
+
+        sides |= {f"{impl}_forward": forward, f"{impl}_both": both}
+        started = time.perf_counter()
+        both()
+        torch.cuda.synchronize()
+        metrics[f"{impl}_first_call_seconds"] = time.perf_counter() - started
+        torch.cuda.reset_peak_memory_stats()
+        both()
+        metrics[f"{impl}_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        outputs[impl] = forward().detach().float()
+    difference = (outputs["flex"] - outputs["views"]).norm() / outputs["views"].norm()
+    metrics["flex_relative_difference_to_views"] = difference.item()
+    del outputs
+
+    samples = _alternate(sides, args.samples)
+    row = torch.arange(view.end.numel(), device="cuda")
+    pairs = (view.end - row).sum().item()
+    flops = {"forward": 2 * pairs * args.heads * (key_width + value_width)}
+    flops["both"] = 3.5 * flops["forward"]
+    for name, milliseconds in samples.items():
+        median = statistics.median(milliseconds)
+        metrics[f"{name}_ms"] = median
+        metrics[f"{name}_ms_spread"] = max(milliseconds) - min(milliseconds)
+        metrics[f"{name}_tflops"] = flops[name.partition("_")[2]] / median / 1e9
+    metrics |= {"visible_pairs": pairs, "chains": len(view.chains)}
+    return {
+        "bench": "ops_attention",
+        "case": f"agent_tree-rows{args.rows}-heads{args.heads}-{key_width}-{value_width}",
+        "config": vars(args)
+        | {"key_width": key_width, "value_width": value_width, "dtype": "bf16"},
+        "env": environment() | _gpu(),
+        "metrics": metrics,
+        "samples": samples,
+    }
+
+
+def _alternate(sides: dict[str, Callable[[], object]], num_samples: int) -> dict[str, list[float]]:
+    """Milliseconds of each side, one sample of each in turn, after one turn to warm up."""
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+    for turn in range(num_samples + 1):
+        for name, call in sides.items():
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
+            call()
+            after.record()
+            torch.cuda.synchronize()
+            if turn:
+                events.setdefault(name, []).append((before, after))
+    return {
+        name: [before.elapsed_time(after) for before, after in pairs]
+        for name, pairs in events.items()
+    }
+
+
+def _inputs(
+    num_rows: int, heads: int, key_width: int, value_width: int
+) -> tuple[torch.Tensor, ...]:
+    """q, k, v that take gradients, and the gradient of the output."""
+    torch.manual_seed(0)
+    q, k, v, d_out = (
+        torch.randn(num_rows, heads, width, device="cuda", dtype=torch.bfloat16)
+        for width in (key_width, key_width, value_width, value_width)
+    )
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), d_out
+
+
+def _gpu() -> dict[str, Any]:
+    import triton
+
+    return {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=65536)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

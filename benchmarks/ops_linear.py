@@ -1,0 +1,283 @@
+"""KDA over an agent tree on one GPU: the scan against packed fla calls of the same rows.
+
+    python benchmarks/ops_linear.py                      # C = 65,536 rows, 16 heads x 128, bf16
+    python benchmarks/ops_linear.py --sweep              # also launch shapes of the two scans
+
+Variants, forward and backward, alternating in one process:
+    plain          fla's chunk_kda over the compact rows, one sequence a chain, no states: no tree
+    plain_packed   the same over the packed rows, replay included
+    scan           harts over the packed rows
+    scan_gathered  the same from compact rows to own rows, as a layer runs it
+    rounds         fla's chunk_kda round by round
+    expanded       fla's chunk_kda over all trajectories, nothing shared
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.autotuner import Autotuner
+
+from harts.data.synthetic import agent_batch
+from harts.ops.gather import gather_rows
+from harts.ops.linear_attention import chunk_kda
+from harts.plan.planner import plan_step
+from harts.views.linear import LinearView
+from harts.views.tree import build_tree_view
+
+sys.path.insert(0, str(Path(__file__).parent))
+from results_file import environment
+
+DEVICE = torch.device("cuda")
+Inputs = list[torch.Tensor]
+Run = Callable[[], tuple[torch.Tensor, Inputs]]
+
+
+def main() -> None:
+    """Measure, print a table and the JSON; write it with --out."""
+    args = _arguments()
+    _limit_autotuning(args.configs)
+    view, lengths, rows, case = _agent_view(args)
+    variants = _variants(args, view, lengths, rows)
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
+    for name, run in variants.items():
+        for _ in range(args.warmup):
+            _timed(run)
+        print(f"warm: {name}", flush=True)
+    for _ in range(args.samples):
+        for name, run in variants.items():
+            for phase, milliseconds in _timed(run).items():
+                samples[name].setdefault(phase, []).append(milliseconds)
+    record = {
+        "bench": "ops_linear",
+        "case": case,
+        "config": {k: v for k, v in vars(args).items() if k not in ("out", "sweep")},
+        "env": environment()
+        | {"device": torch.cuda.get_device_name(), "triton": triton.__version__},
+        "metrics": _metrics(samples),
+        "samples": samples,
+    }
+    if args.sweep:
+        record["sweep"] = _sweep(args, view)
+    print(json.dumps({k: v for k, v in record.items() if k != "samples"}, indent=1))
+    if args.out:
+        path = Path(args.out) / "ops_linear.json"
+        path.write_text(json.dumps([record], indent=1) + "\n")
+
+
+def _agent_view(args: argparse.Namespace) -> tuple[LinearView, list[int], torch.Tensor, Any]:
+    """View, trajectory lengths, the compact row of every token of the expanded batch, facts."""
+    batch = agent_batch(
+        seed=args.seed,
+        shape="agent_tree",
+        compression=args.compression,
+        raw_tokens=round(args.rows * args.compression),
+    )
+    plan = plan_step(batch, capacity=int(batch.lengths.sum()))
+    (microbatch,) = plan._all
+    view = build_tree_view(microbatch, device=DEVICE).linear
+    layout = microbatch.layout
+    facts = {
+        "compact_rows": microbatch.num_rows,
+        "packed_rows": len(view.grid_row),
+        "raw_tokens": microbatch.num_tokens,
+        "trajectories": len(batch),
+        "chains": len(view.init_slot),
+        "rounds": [b - a for a, b in pairwise(view.round_ptr)],
+        "slots": view.num_slots,
+        "longest_chain": int(view.cu_seqlens.diff().max()),
+    }
+    print(facts, flush=True)
+    rows = torch.from_numpy(layout.semantic_to_compact).to(DEVICE)
+    return view, batch.lengths[microbatch.trajectory_ids].tolist(), rows, facts
+
+
+def _variants(
+    args: argparse.Namespace, view: LinearView, lengths: list[int], rows: torch.Tensor
+) -> dict[str, Run]:
+    compact = _inputs(view.packed.own.shape[0], args)
+    packed = [gather_rows(x.detach(), view.packed).requires_grad_() for x in compact]
+    own_lengths = _own_lengths(view)
+
+    def plain(inputs: Inputs, cu_seqlens: torch.Tensor) -> Run:
+        from fla.ops.kda import chunk_kda as fla_chunk_kda
+
+        cu_seqlens_cpu = cu_seqlens.cpu()
+
+        def run() -> tuple[torch.Tensor, Inputs]:
+            q, k, v, log_decay, beta = (x.unsqueeze(0) for x in inputs)
+            output, _ = fla_chunk_kda(
+                q,
+                k,
+                v,
+                log_decay,
+                beta,
+                safe_gate=args.safe_gate,
+                cu_seqlens=cu_seqlens,
+                cu_seqlens_cpu=cu_seqlens_cpu,
+            )
+            return output[0], inputs
+
+        return run
+
+    def tree(impl: Any) -> Run:
+        def run() -> tuple[torch.Tensor, Inputs]:
+            output, _ = chunk_kda(*packed, view=view, impl=impl, safe_gate=args.safe_gate)
+            return output, packed
+
+        return run
+
+    def gathered() -> tuple[torch.Tensor, Inputs]:
+        rows_of_chains = (gather_rows(x, view.packed) for x in compact)
+        output, _ = chunk_kda(*rows_of_chains, view=view, impl="scan", safe_gate=args.safe_gate)
+        return output.index_select(0, view.packed.own), compact
+
+    variants: dict[str, Run] = {
+        "plain": plain(compact, _offsets(own_lengths)),
+        "plain_packed": plain(packed, view.cu_seqlens),
+        "scan": tree("scan"),
+        "scan_gathered": gathered,
+        "rounds": tree("rounds"),
+    }
+    if args.expanded:
+        expanded = [x.detach().index_select(0, rows).requires_grad_() for x in compact]
+        variants["expanded"] = plain(expanded, _offsets(lengths))
+    return variants
+
+
+def _inputs(num_rows: int, args: argparse.Namespace) -> Inputs:
+    """Random q, k of unit length, v, log decay in (-4, 0) mostly near zero, beta in (0, 1)."""
+    generator = torch.Generator(DEVICE).manual_seed(args.seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(num_rows, args.heads, *shape, device=DEVICE, generator=generator)
+
+    q, k = (torch.nn.functional.normalize(normal(args.width), dim=-1) for _ in range(2))
+    log_decay = -4 * torch.sigmoid(normal(args.width) - 3)
+    values = [q.bfloat16(), k.bfloat16(), normal(args.width).bfloat16(), log_decay]
+    return [x.requires_grad_() for x in [*values, torch.sigmoid(normal()).bfloat16()]]
+
+
+def _own_lengths(view: LinearView) -> list[int]:
+    """Rows of each chain without its replay."""
+    own = torch.zeros(len(view.grid_row), dtype=torch.int64, device=DEVICE)
+    own[view.packed.own] = 1
+    before = torch.nn.functional.pad(own.cumsum(0), (1, 0))
+    return before[view.cu_seqlens].diff().tolist()
+
+
+def _offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
+
+
+def _timed(run: Run) -> dict[str, float]:
+    """Milliseconds of the forward and of both, by device events; gradients of random weights."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    events[0].record()
+    output, leaves = run()
+    events[1].record()
+    torch.autograd.grad(output, leaves, output.detach())
+    events[2].record()
+    torch.cuda.synchronize()
+    return {
+        "forward": events[0].elapsed_time(events[1]),
+        "both": events[0].elapsed_time(events[2]),
+    }
+
+
+def _metrics(samples: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    metrics: dict[str, Any] = {}
+    for name, phases in samples.items():
+        for phase, values in phases.items():
+            metrics[f"{name}_{phase}_ms"] = round(statistics.median(values), 3)
+            metrics[f"{name}_{phase}_spread_ms"] = round(max(values) - min(values), 3)
+    for name in samples:
+        for base in ("plain", "plain_packed"):
+            ratio = metrics[f"{name}_both_ms"] / metrics[f"{base}_both_ms"]
+            metrics[f"{name}_over_{base}"] = round(ratio, 4)
+    metrics["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    return metrics
+
+
+def _sweep(args: argparse.Namespace, view: LinearView) -> list[dict[str, Any]]:
+    """Milliseconds of both scans for each launch shape, on random rows."""
+    from harts.ops.linear_attention.scan_kernels import (
+        ScanLaunch,
+        scan_state_gradients,
+        scan_states,
+    )
+
+    def rows(size: float) -> torch.Tensor:
+        shape = (len(view.grid_row), args.heads, args.width)
+        return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * size
+
+    k, w, u, q, d_output = rows(0.1), rows(0.1), rows(1), rows(0.1), rows(1)
+    gate = -rows(1).float().abs()
+    pool = torch.zeros(view.num_slots, args.heads, args.width, args.width, device=DEVICE)
+    table = []
+    for block_v, num_warps, num_stages in product((32, 64, 128), (4, 8), (1, 2, 3)):
+        launch = ScanLaunch(block_v=block_v, num_warps=num_warps, num_stages=num_stages)
+        calls = {
+            "fill": partial(scan_states, k, w, u, gate, pool, view, fill_pool=True),
+            "once": partial(scan_states, k, w, u, gate, pool, view, fill_pool=False),
+            "reverse": partial(
+                scan_state_gradients, q, k, w, gate, d_output, u, None, view, scale=0.1
+            ),
+        }
+        entry: dict[str, Any] = dict(block_v=block_v, num_warps=num_warps, num_stages=num_stages)
+        for name, call in calls.items():
+            try:
+                entry[name] = round(_median_ms(partial(call, launch=launch)), 3)
+            except triton.runtime.errors.OutOfResources:
+                entry[name] = None
+        print(entry, flush=True)
+        table.append(entry)
+    return table
+
+
+def _median_ms(call: Callable[[], Any]) -> float:
+    median: float = triton.testing.do_bench(call, warmup=5, rep=20, return_mode="median")
+    return median
+
+
+def _limit_autotuning(most: int) -> None:
+    """Let each of fla's kernels choose among few configurations: compiling all takes minutes."""
+    original = Autotuner.__init__
+
+    def limited(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if len(self.configs) > most:
+            self.configs = self.configs[:: -(-len(self.configs) // most)]
+
+    Autotuner.__init__ = limited
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=65536, help="compact rows, about")
+    parser.add_argument("--compression", type=float, default=5.6)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", type=int, default=11)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--configs", type=int, default=6, help="autotune choices of a fla kernel")
+    parser.add_argument("--no-safe-gate", dest="safe_gate", action="store_false")
+    parser.add_argument("--no-expanded", dest="expanded", action="store_false")
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--out", help="folder for ops_linear.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
