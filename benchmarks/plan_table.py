@@ -88,8 +88,8 @@ def _setting(record: Record, source: str) -> str:
         f"{env['numpy']}, numba {env['numba']}, OR-Tools {env['ortools']}; load average "
         f"{env['load_at_start']:.1f} at the start. Planners run on one thread, CP-SAT on "
         f"{env['threads']['cp_sat']}. Capacity {record['config']['capacity']:,} rows. Times are "
-        f"medians of {len(record['samples']['harts_seconds'])} warm calls with [smallest, largest], from flat int32 tokens, "
-        f"sort included; OR-Tools ran once a limit{taken}."
+        f"medians of {len(record['samples']['harts_seconds'])} warm calls with [smallest, "
+        f"largest], from flat int32 tokens, sort included; OR-Tools ran once a limit{taken}."
     )
 
 
