@@ -67,9 +67,9 @@ def main() -> None:
         "metrics": _metrics(samples),
         "samples": samples,
     }
+    print(json.dumps(record["metrics"], indent=1), flush=True)
     if args.sweep:
         record["sweep"] = _sweep(args, view)
-    print(json.dumps({k: v for k, v in record.items() if k != "samples"}, indent=1))
     if args.out:
         path = Path(args.out) / "ops_linear.json"
         path.write_text(json.dumps([record], indent=1) + "\n")
@@ -225,7 +225,7 @@ def _sweep(args: argparse.Namespace, view: LinearView) -> list[dict[str, Any]]:
     gate = -rows(1).float().abs()
     pool = torch.zeros(view.num_slots, args.heads, args.width, args.width, device=DEVICE)
     table = []
-    for block_v, num_warps, num_stages in product((16, 32, 64), (4, 8), (1, 2, 3)):
+    for block_v, num_warps, num_stages in product((32, 64), (4, 8), (1, 2, 3)):
         launch = ScanLaunch(block_v=block_v, num_warps=num_warps, num_stages=num_stages)
         calls = {
             "fill": partial(scan_states, k, w, u, gate, pool, view, fill_pool=True),
