@@ -79,7 +79,7 @@ front, 16 tasks a step drawn by seed, trajectories over the capacity left out.""
 
 def _setting(record: Record, source: str) -> str:
     env = record["env"]
-    measured = record["metrics"].get("measured", {}).get("date", "an earlier day")
+    measured = record["metrics"].get("measured", {}).get("date", "an earlier run")
     taken = f" (baselines taken from {env['baselines_from']}, {measured})"
     taken = taken if env["baselines_from"] else ""
     return (
