@@ -44,7 +44,7 @@ Run = Callable[[], tuple[torch.Tensor, Inputs]]
 
 
 def main() -> None:
-    """Measure, print a table and the JSON; write it with --out."""
+    """Measure and print; write the JSON with --out."""
     args = _arguments()
     _limit_autotuning(args.configs)
     view, lengths, rows, case = _agent_view(args)
@@ -68,10 +68,16 @@ def main() -> None:
         "samples": samples,
     }
     print(json.dumps(record["metrics"], indent=1), flush=True)
+    _write(args.out, record)
     if args.sweep:
         record["sweep"] = _sweep(args, view)
-    if args.out:
-        path = Path(args.out) / "ops_linear.json"
+        _write(args.out, record)
+
+
+def _write(folder: str | None, record: dict[str, Any]) -> None:
+    """Before the sweep and after it: a run that is cut short keeps its samples."""
+    if folder is not None:
+        path = Path(folder) / "ops_linear.json"
         path.write_text(json.dumps([record], indent=1) + "\n")
 
 

@@ -7,6 +7,7 @@ direct child first. Nothing is shared with harts but the dataclasses that views 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
@@ -141,8 +142,11 @@ def linear_view(
         | set(requested)
     )
     slot_of_row = {row: num_external + i for i, row in enumerate(produced)}
-    # Rounds are of no use to the reference: order chains by the chunks above them instead.
-    order = sorted(range(len(chains)), key=lambda n: (depths[chains[n][0]] // chunk_size, n))
+    # A chain reads states of chains that begin in earlier chunks: one round for each first chunk.
+    first_chunk = [depths[own[0]] // chunk_size for own in chains]
+    order = sorted(range(len(chains)), key=lambda n: (first_chunk[n], n))
+    in_order = [first_chunk[n] for n in order]
+    round_ptr = [i for i, c in enumerate(in_order) if i == 0 or c > in_order[i - 1]]
     in_level_order = sorted(range(len(chunks)), key=lambda c: (chunks[c][0], chunks[c][1]))
     rank = {c: i for i, c in enumerate(in_level_order)}
     place = {
@@ -188,7 +192,14 @@ def linear_view(
         packed=gather_from(source, is_own),
         cu_seqlens=torch.tensor(cu_seqlens),
         chunk_offsets=torch.tensor(chunk_offsets),
-        round_ptr=(0, len(chains)),
+        chunk_indices=torch.tensor(
+            [
+                (n, i)
+                for n, (low, high) in enumerate(pairwise(chunk_offsets))
+                for i in range(high - low)
+            ]
+        ),
+        round_ptr=(*round_ptr, len(chains)),
         init_slot=torch.tensor(init_slot, dtype=torch.int32),
         store_slot=torch.tensor(store_slot, dtype=torch.int32),
         num_slots=num_slots,

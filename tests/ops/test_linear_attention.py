@@ -424,8 +424,8 @@ def test_wrong_shapes_options_and_states_are_refused_in_one_line() -> None:
         with pytest.raises(HartsError, match=message) as error:
             chunk_kda(*arguments, view=view)
         assert "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match="impl is 'scan', want one of reference"):
-        chunk_kda(q, k, v, log_decay, beta, view=view, impl="scan")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="impl is 'nodes', want one of reference, scan, rounds"):
+        chunk_kda(q, k, v, log_decay, beta, view=view, impl="nodes")  # type: ignore[arg-type]
     external = linear_view([-1, 0, 1, 2, 3, 4], 4, external_of_root={0: 0}).view
     with pytest.raises(HartsError, match=r"initial_states is None, want \(1, 4, 5, 3\)"):
         chunk_kda(q, k, v, log_decay, beta, view=external)

@@ -114,6 +114,10 @@ def _check_chains(view, truth):
     chains = [source[a:b] for a, b in pairwise(cu)]
     assert offsets[0] == 0 and len(offsets) == len(cu)
     assert [b - a for a, b in pairwise(offsets)] == [-(-len(rows) // chunk) for rows in chains]
+    assert view.chunk_indices.dtype == torch.int64
+    assert view.chunk_indices.tolist() == [
+        [n, place] for n, rows in enumerate(chains) for place in range(-(-len(rows) // chunk))
+    ]
     for begin, rows in zip(cu, chains, strict=False):
         is_own = [own[row] == begin + place for place, row in enumerate(rows)]
         replay = is_own.index(True)

@@ -184,7 +184,7 @@ def changes_of(index):
     if isinstance(index, int):
         yield from (index + 1, index - 1)
         return
-    flat = list(index) if isinstance(index, tuple) else index.tolist()
+    flat = list(index) if isinstance(index, tuple) else index.flatten().tolist()
     for place, entry in enumerate(flat):
         for other in {entry + 1, entry - 1, flat[place - 1]} - {entry}:
             changed = [*flat[:place], other, *flat[place + 1 :]]
@@ -193,7 +193,7 @@ def changes_of(index):
             elif isinstance(index, np.ndarray):
                 yield np.array(changed, dtype=index.dtype)
             else:
-                yield torch.tensor(changed, dtype=index.dtype)
+                yield torch.tensor(changed, dtype=index.dtype).view(index.shape)
 
 
 def forest_with_everything():

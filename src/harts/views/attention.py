@@ -5,13 +5,18 @@ Rows lie in DFS preorder, so row k is an ancestor of row q (or q itself) iff k <
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 
 from harts.plan.microbatch import MicroBatch
 from harts.views.chains import Chain
 from harts.views.gather import on_device
+
+Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,20 @@ class AttentionView:
 
     end: torch.Tensor
     chains: tuple[ChainRows, ...]
+
+    def once(self, build: Callable[[AttentionView], Built]) -> Built:
+        """build(self) on the first call, the same object on later ones: every layer shares it.
+
+        For what a kernel derives from the view alone, such as its block lists.
+        """
+        if build not in self._built:
+            with torch.inference_mode(False):  # built while evaluating, it also serves training
+                self._built[build] = build(self)
+        return self._built[build]
+
+    @cached_property
+    def _built(self) -> dict[Callable[[AttentionView], Any], Any]:
+        return {}
 
 
 def build_attention_view(

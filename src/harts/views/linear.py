@@ -24,6 +24,7 @@ class LinearView:
 
     cu_seqlens: int64 (N+1,), packed rows of chain n are [cu[n], cu[n+1]).
     chunk_offsets: int64 (N+1,), chunks before chain n.
+    chunk_indices: int64 (NC, 2), chain of each chunk and its place in that chain, packed order.
     round_ptr: chains [round_ptr[r], round_ptr[r+1]) run in round r+1.
     init_slot: int32 (N,), the slot a chain starts from, -1 for the zero state.
     store_slot: int32 (NC+N,), entry chunk_offsets[n]+n+i is the slot that receives the state
@@ -44,6 +45,7 @@ class LinearView:
     packed: RowGather
     cu_seqlens: torch.Tensor
     chunk_offsets: torch.Tensor
+    chunk_indices: torch.Tensor
     round_ptr: tuple[int, ...]
     init_slot: torch.Tensor
     store_slot: torch.Tensor
@@ -70,6 +72,8 @@ def build_linear_view(
     cu_seqlens = np.concatenate([[0], np.cumsum(rows + replay)])
     num_chunks = -(-(rows + replay) // chunk)
     chunk_offsets = np.concatenate([[0], np.cumsum(num_chunks)])
+    chain_of_chunk = np.repeat(np.arange(len(sequences)), num_chunks)
+    place_in_chain = np.arange(chunk_offsets[-1]) - chunk_offsets[chain_of_chunk]
 
     source = np.empty(cu_seqlens[-1], np.int64)
     is_own = np.ones(cu_seqlens[-1], bool)
@@ -105,6 +109,7 @@ def build_linear_view(
         packed=build_row_gather(source, is_own, device),
         cu_seqlens=on_device(cu_seqlens, device),
         chunk_offsets=on_device(chunk_offsets, device),
+        chunk_indices=on_device(np.stack([chain_of_chunk, place_in_chain], axis=1), device),
         round_ptr=tuple(round_ptr.tolist()),
         init_slot=on_device(init_slot, device),
         store_slot=on_device(store_slot, device),

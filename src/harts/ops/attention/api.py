@@ -10,11 +10,12 @@ from typing import Literal, get_args
 import torch
 
 from harts.errors import ConfigError, HartsError
+from harts.ops.attention.flex import flex_attention
 from harts.ops.attention.reference import dense_attention
 from harts.ops.attention.views import chain_attention
 from harts.views.attention import AttentionView
 
-Implementation = Literal["views", "reference"]
+Implementation = Literal["views", "reference", "flex"]
 
 
 def tree_attention(
@@ -30,17 +31,24 @@ def tree_attention(
 
     q: (C, H, D). k: (C, G, D). v: (C, G, Dv), where H is a multiple of G and query head h reads
     key head h // (H / G); Dv may differ from D. All three share one floating dtype and device.
-    Returns (C, H, Dv) in that dtype; bfloat16 and float16 are computed in float32.
+    Returns (C, H, Dv) in that dtype.
 
     "views" works block by block along the chains: time follows the visible (query, key) pairs,
     memory one block of scores, the same bits every time. "reference" holds all C x C scores.
-    Raises ConfigError for an unknown impl and HartsError for shapes that do not fit.
+    Both compute bfloat16 and float16 in float32. "flex" is FlexAttention on a GPU, bfloat16 and
+    float16 on its matrix units; the first call of a dtype, head count or width compiles for some
+    seconds, another number of rows does not.
+
+    Raises ConfigError for an unknown impl or one that cannot run here, HartsError for shapes or a
+    dtype that do not fit.
     """
     _check_shapes(q, k, v, view)
     if impl == "views":
         return chain_attention(q, k, v, view, scale)
     if impl == "reference":
         return dense_attention(q, k, v, view, scale)
+    if impl == "flex":
+        return flex_attention(q, k, v, view, scale)
     known = ", ".join(get_args(Implementation))
     raise ConfigError(f"tree_attention: impl is {impl!r}, want one of {known}")
 

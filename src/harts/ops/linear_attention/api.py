@@ -5,6 +5,7 @@ Source: section 3.4 "Differentiable boundary states" and "Round-wise execution",
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import reduce
 from typing import Literal, get_args
 
@@ -14,7 +15,7 @@ from harts.errors import ConfigError, HartsError
 from harts.ops.linear_attention.reference import chunk_kda_reference
 from harts.views.linear import LinearView
 
-Implementation = Literal["reference"]
+Implementation = Literal["reference", "scan", "rounds"]
 
 
 def chunk_kda(
@@ -28,6 +29,7 @@ def chunk_kda(
     scale: float | None = None,
     initial_states: torch.Tensor | None = None,
     impl: Implementation = "reference",
+    safe_gate: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gated delta rule along every chain: for each of its rows, from its start state S (K, V),
 
@@ -42,14 +44,25 @@ def chunk_kda(
 
     Returns output (P, G, V) in v's dtype, and the states of the slots that the call produces,
     (view.num_slots - view.num_external, G, K, V), in slot order. Both are differentiable in all
-    tensor arguments. Computed, and states returned, in the widest dtype given, float32 at least.
+    tensor arguments. States are returned in the widest dtype given, float32 at least.
 
-    "reference" is plain PyTorch on any device: chunk-local work once for all chunks, then one
-    step per chunk depth. O(P (B + K)) time per channel and O(P (B + K log B)) memory for chunks
-    of B rows. Raises ConfigError for an unknown impl, HartsError for shapes that do not fit.
+    "reference" is plain PyTorch on any device, in that dtype: chunk-local work once for all
+    chunks, then one step per chunk depth. O(P (B + K)) time per channel and O(P (B + K log B))
+    memory for chunks of B rows.
+    "scan" needs CUDA, fla-core 0.6.0 and chunks of 64 rows: fla's chunk-local kernels once over
+    all chains, own state scans round by round. Matrix products in the dtype of q, k, v (tf32 for
+    float32). Deterministic; with a gate of width K the output is bitwise that of fla's chunk_kda
+    on each trajectory, where fla runs its kernels in the same configurations.
+    "rounds" is fla's public chunk_kda alone, one call a round or more: slower, for comparison.
+
+    safe_gate: the caller's promise that log_decay >= -5 everywhere; "scan" and "rounds" then use
+    fla's faster kernels for bounded gates. Nothing checks it; the reference needs no promise.
+    Raises ConfigError for an unknown impl and where an impl cannot run (none stands in for
+    another), HartsError for shapes that do not fit.
     """
     _check_shapes(q, k, v, log_decay, beta, view)
     initial_states = _checked_states(initial_states, q, v, view)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
     if impl == "reference":
         dtypes = (x.dtype for x in (q, k, v, log_decay, beta, initial_states))
         dtype = reduce(torch.promote_types, dtypes, torch.float32)
@@ -58,12 +71,37 @@ def chunk_kda(
             output, states = chunk_kda_reference(
                 *(x.to(dtype) for x in (q, k, v, log_decay, beta)),
                 view=view,
-                scale=q.shape[2] ** -0.5 if scale is None else scale,
+                scale=scale,
                 initial_states_XGKV=initial_states.to(dtype),
             )
         return output.to(v.dtype), states
+    if impl in ("scan", "rounds"):
+        if not q.is_cuda:
+            raise ConfigError(f"chunk_kda: impl {impl!r} needs CUDA tensors, q is on {q.device}")
+        return _on_gpu(impl)(
+            q,
+            k,
+            v,
+            log_decay,
+            beta,
+            view=view,
+            scale=scale,
+            safe_gate=safe_gate,
+            initial_states_XGKV=initial_states,
+        )
     known = ", ".join(get_args(Implementation))
     raise ConfigError(f"chunk_kda: impl is {impl!r}, want one of {known}")
+
+
+def _on_gpu(impl: Implementation) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Imported here: both need fla and Triton, and importing them raises ConfigError without."""
+    if impl == "scan":
+        from harts.ops.linear_attention.scan import chunk_kda_scan
+
+        return chunk_kda_scan
+    from harts.ops.linear_attention.rounds import chunk_kda_rounds
+
+    return chunk_kda_rounds
 
 
 def _check_shapes(

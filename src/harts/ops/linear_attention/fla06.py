@@ -1,0 +1,315 @@
+"""fla-core 0.6.0 behind typed thin functions: the only module that imports fla.
+
+fla's internals move with every release, so the version and the keywords used here are checked
+once, at import; importing raises ConfigError where they do not fit. Import it where it is used.
+
+Legend: all tensors have fla's leading batch dimension of 1. P packed rows, NC chunks, B rows of a
+chunk, H key heads, G value heads, K key width, V value width. gate is the log2 decay summed within
+each chunk, float32.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from harts.errors import ConfigError
+from harts.views.linear import LinearView
+
+_VERSION = "0.6.0"
+_INSTALL = f"pip install fla-core=={_VERSION} einops packaging"
+
+try:
+    _installed = version("fla-core")
+except PackageNotFoundError:
+    _installed = "none"
+if _installed != _VERSION:
+    raise ConfigError(
+        f"linear attention on GPU: fla-core is {_installed}, want {_VERSION}; {_INSTALL}"
+    )
+
+try:
+    from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
+    from fla.ops.kda import chunk_kda as _public_chunk_kda
+    from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
+    from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra, chunk_kda_fwd_intra
+    from fla.ops.kda.wy_fast import recompute_w_u_fwd
+    from fla.ops.utils import chunk_local_cumsum
+    from fla.ops.utils.constant import RCP_LN2
+except ImportError as error:
+    raise ConfigError(f"linear attention on GPU: fla-core cannot be imported ({error})") from error
+
+_VARLEN = {"cu_seqlens", "chunk_indices"}
+_KEYWORDS: list[tuple[Callable[..., Any], set[str]]] = [
+    (chunk_local_cumsum, {"g", "chunk_size", "reverse", "scale", *_VARLEN}),
+    (
+        chunk_kda_fwd_intra,
+        {"q", "k", "v", "gk", "beta", "scale", "chunk_size", "safe_gate", *_VARLEN},
+    ),
+    (recompute_w_u_fwd, {"q", "k", "v", "beta", "A", "gk", *_VARLEN}),
+    (chunk_gla_fwd_o_gk, {"q", "v", "g", "A", "h", "scale", "chunk_size", *_VARLEN}),
+    (chunk_kda_bwd_dAv, {"q", "k", "v", "do", "A", "scale", "chunk_size", *_VARLEN}),
+    (
+        chunk_kda_bwd_wy_dqkg_fused,
+        {"q", "k", "v", "v_new", "g", "beta", "A", "h", "do", "dh", "dv", "scale", "chunk_size"}
+        | _VARLEN,
+    ),
+    (
+        chunk_kda_bwd_intra,
+        {"q", "k", "g", "beta", "dAqk", "dAkk", "dq", "dk", "db", "dg", "chunk_size", "safe_gate"}
+        | _VARLEN,
+    ),
+    (
+        _public_chunk_kda,
+        {"q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state", "safe_gate"}
+        | {"cu_seqlens", "cu_seqlens_cpu"},
+    ),
+]
+for _function, _names in _KEYWORDS:
+    _missing = _names - set(inspect.signature(_function).parameters)
+    if _missing:
+        raise ConfigError(
+            f"linear attention on GPU: {_function.__name__} of fla-core {_installed} takes no "
+            f"{', '.join(sorted(_missing))}; reinstall it: {_INSTALL}"
+        )
+
+
+def check_limits(
+    impl: str, tensors: dict[str, torch.Tensor], view: LinearView, max_key_width: int
+) -> None:
+    """Raise ConfigError in one line for what fla's KDA kernels cannot run.
+
+    tensors: q, k, v, log_decay, beta, initial_states by name, shapes already checked.
+    """
+    where = f"chunk_kda: impl {impl!r}"
+    if view.chunk_size != 64:
+        raise ConfigError(f"{where} needs chunk_size 64, the view has {view.chunk_size}")
+    key_width = tensors["q"].shape[2]
+    if key_width > max_key_width:
+        raise ConfigError(f"{where} needs a key width of at most {max_key_width}, got {key_width}")
+    dtypes = {tensors[name].dtype for name in ("q", "k", "v")}
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16, torch.float32}:
+        got = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise ConfigError(f"{where} needs q, k, v of one dtype up to float32, got {got}")
+    for name, x in tensors.items():
+        if x.dtype == torch.float64:
+            raise ConfigError(f"{where} computes in float32, {name} is float64; use 'reference'")
+        if x.device != tensors["q"].device:
+            raise ConfigError(f"{where}: {name} is on {x.device}, q on {tensors['q'].device}")
+
+
+def chunk_cumsum(
+    x: torch.Tensor, view: LinearView, *, reverse: bool = False, to_log2: bool = False
+) -> torch.Tensor:
+    """Sums within each chunk over rows, (1, P, G) or (1, P, G, K), in float32.
+
+    to_log2 turns natural logarithms into binary ones, which all kernels exponentiate.
+    """
+    scale = RCP_LN2 if to_log2 else None
+    summed: torch.Tensor = chunk_local_cumsum(
+        g=x, chunk_size=view.chunk_size, reverse=reverse, scale=scale, **_packing(view)
+    )
+    return summed
+
+
+def intra_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float,
+    safe_gate: bool,
+    view: LinearView,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """w (1, P, G, K), u (1, P, G, V), decayed k (1, P, G, K), Aqk and Akk (1, P, G, B)."""
+    w, u, _, k_to_end, Aqk, Akk = chunk_kda_fwd_intra(
+        q=q,
+        k=k,
+        v=v,
+        gk=gate,
+        beta=beta,
+        scale=scale,
+        chunk_size=view.chunk_size,
+        safe_gate=safe_gate,
+        **_packing(view),
+    )
+    return w, u, k_to_end, Aqk, Akk
+
+
+def decayed_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    Akk: torch.Tensor,
+    *,
+    view: LinearView,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """w, u, q decayed from the chunk's start and k decayed to its end, for backward."""
+    w, u, q_from_start, k_to_end = recompute_w_u_fwd(
+        q=q, k=k, v=v, beta=beta, A=Akk, gk=gate, **_packing(view)
+    )
+    return w, u, q_from_start, k_to_end
+
+
+def output_forward(
+    q: torch.Tensor,
+    v_new: torch.Tensor,
+    gate: torch.Tensor,
+    Aqk: torch.Tensor,
+    states: torch.Tensor,
+    *,
+    scale: float,
+    view: LinearView,
+) -> torch.Tensor:
+    """Output (1, P, G, V) from the state at the start of every chunk, (1, NC, G, K, V)."""
+    output: torch.Tensor = chunk_gla_fwd_o_gk(
+        q=q,
+        v=v_new,
+        g=gate,
+        A=Aqk,
+        h=states,
+        scale=scale,
+        chunk_size=view.chunk_size,
+        **_packing(view),
+    )
+    return output
+
+
+def output_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v_new: torch.Tensor,
+    d_output: torch.Tensor,
+    Aqk: torch.Tensor,
+    *,
+    scale: float,
+    view: LinearView,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient of Aqk, and the part of v_new's gradient that comes from within its chunk."""
+    d_Aqk, d_v_new = chunk_kda_bwd_dAv(
+        q=q,
+        k=k,
+        v=v_new,
+        do=d_output,
+        A=Aqk,
+        scale=scale,
+        chunk_size=view.chunk_size,
+        **_packing(view),
+    )
+    return d_Aqk, d_v_new
+
+
+def rows_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    v_new: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    Akk: torch.Tensor,
+    states: torch.Tensor,
+    d_output: torch.Tensor,
+    d_end_states: torch.Tensor,
+    d_v_new: torch.Tensor,
+    *,
+    scale: float,
+    view: LinearView,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k (1, P, G, K), v, beta, gate and Akk, without what Aqk and Akk add."""
+    gradients: tuple[torch.Tensor, ...] = chunk_kda_bwd_wy_dqkg_fused(
+        q=q,
+        k=k,
+        v=v,
+        v_new=v_new,
+        g=gate,
+        beta=beta,
+        A=Akk,
+        h=states,
+        do=d_output,
+        dh=d_end_states,
+        dv=d_v_new,
+        scale=scale,
+        chunk_size=view.chunk_size,
+        **_packing(view),
+    )
+    return gradients
+
+
+def intra_backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    d_Aqk: torch.Tensor,
+    d_Akk: torch.Tensor,
+    d_q: torch.Tensor,
+    d_k: torch.Tensor,
+    d_beta: torch.Tensor,
+    d_gate: torch.Tensor,
+    *,
+    safe_gate: bool,
+    view: LinearView,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """d_q, d_k, d_beta, d_gate with what comes through Aqk and Akk added."""
+    d_q, d_k, d_beta, d_gate = chunk_kda_bwd_intra(
+        q=q,
+        k=k,
+        g=gate,
+        beta=beta,
+        dAqk=d_Aqk,
+        dAkk=d_Akk,
+        dq=d_q,
+        dk=d_k,
+        db=d_beta,
+        dg=d_gate,
+        chunk_size=view.chunk_size,
+        safe_gate=safe_gate,
+        **_packing(view),
+    )
+    return d_q, d_k, d_beta, d_gate
+
+
+def chunk_kda_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float,
+    safe_gate: bool,
+    initial_states: torch.Tensor,
+    lengths: list[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fla's public operator: output (1, P, G, V) and end states (N, G, K, V) in float32.
+
+    lengths: rows of each of the N packed sequences.
+    """
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    output, states = _public_chunk_kda(
+        q=q,
+        k=k,
+        v=v,
+        g=log_decay,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_states,
+        output_final_state=True,
+        safe_gate=safe_gate,
+        cu_seqlens=cu_seqlens.to(q.device),
+        cu_seqlens_cpu=cu_seqlens,
+    )
+    return output, states
+
+
+def _packing(view: LinearView) -> dict[str, torch.Tensor]:
+    """Both given, so that fla derives nothing from device tensors (which would wait for it)."""
+    return {"cu_seqlens": view.cu_seqlens, "chunk_indices": view.chunk_indices}

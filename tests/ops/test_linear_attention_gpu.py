@@ -1,0 +1,356 @@
+"""chunk_kda on GPU: the scan against fla on every trajectory, the rounds and the reference.
+
+fla's autotuner picks by timing, so each of its kernels is held to one configuration here. With
+TRITON_F32_DEFAULT=ieee and a TRITON_CACHE_DIR of its own, float32 runs without tf32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import pytest
+import torch
+from tests.ops.linear_oracles import chains_of, forest_of, leaves_of, linear_view, path_to
+from tests.ops.test_linear_attention import NAMES, drawn_inputs, largest_error, results_of
+
+from harts.data.synthetic import agent_batch
+from harts.errors import ConfigError, HartsError
+from harts.ops.gather import gather_rows
+from harts.ops.linear_attention import chunk_kda
+from harts.plan.planner import plan_step
+from harts.views.linear import LinearView
+from harts.views.tree import build_tree_view
+
+
+def missing() -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    try:
+        installed = version("fla-core")
+    except PackageNotFoundError:
+        installed = "none"
+    return None if installed == "0.6.0" else f"needs fla-core 0.6.0, got {installed}"
+
+
+REASON = missing()
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+pytestmark = pytest.mark.usefixtures("one_configuration")
+WITHOUT_TF32 = os.environ.get("TRITON_F32_DEFAULT") == "ieee"
+
+# The trunk forks at 63, 64, 65 and 128; a branch forks again; one-token chains; three roots.
+TREE = forest_of(
+    [
+        (-1, 63),
+        (0, 1),
+        (1, 1),
+        (2, 63),
+        (3, 70),
+        (0, 40),
+        (0, 1),
+        (1, 70),
+        (1, 1),
+        (2, 30),
+        (3, 130),
+        (3, 1),
+        (10, 3),
+        (10, 66),
+        (4, 1),
+        (4, 60),
+        (-1, 100),
+        (16, 29),
+        (16, 28),
+        (-1, 1),
+    ]
+)
+CASES = {
+    "kda-bfloat16": (torch.bfloat16, 1, False),
+    "kda-float32": (torch.float32, 1, False),
+    "gdn-grouped-bfloat16": (torch.bfloat16, 2, True),
+    "gdn-grouped-float32": (torch.float32, 2, True),
+}
+cases = pytest.mark.parametrize(("dtype", "group", "scalar_gate"), CASES.values(), ids=CASES)
+
+
+@pytest.fixture(scope="module")
+def one_configuration() -> Iterator[None]:
+    """Each fla kernel keeps its first configuration: less to compile, and no choice by timing."""
+    if REASON is not None:
+        yield
+        return
+    from triton.runtime.autotuner import Autotuner
+
+    original = Autotuner.__init__
+
+    def pinned(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.configs = self.configs[:1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Autotuner, "__init__", pinned)
+        import harts.ops.linear_attention.fla06  # noqa: F401
+    if WITHOUT_TF32:
+        import triton.language as tl
+        from fla.ops.kda import chunk_intra
+
+        chunk_intra.SOLVE_TRIL_DOT_PRECISION = tl.constexpr("ieee")
+    yield
+
+
+def on_cuda(value: Any) -> Any:
+    """The same view with its tensors on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.cuda()
+    if is_dataclass(value):
+        moved = {f.name: on_cuda(getattr(value, f.name)) for f in fields(value)}
+        return replace(value, **moved)  # type: ignore[type-var]
+    return value
+
+
+def inputs_of(
+    parents: list[int], dtype: torch.dtype, group: int = 1, scalar_gate: bool = False, **more: Any
+) -> list[torch.Tensor]:
+    """Compact rows on the device; the gate stays float32 as models have it."""
+    drawn = drawn_inputs(
+        len(parents),
+        group=group,
+        scalar_gate=scalar_gate,
+        key_width=128,
+        value_width=128,
+        dtype=dtype,
+        **more,
+    )
+    drawn[3] = drawn[3].float()
+    return [x.detach().cuda().requires_grad_() for x in drawn]
+
+
+def run(
+    inputs: list[torch.Tensor],
+    view: LinearView,
+    external: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    packed = (gather_rows(x, view.packed) for x in inputs)
+    output, states = chunk_kda(*packed, view=view, initial_states=external, **options)
+    return output.index_select(0, view.packed.own), states
+
+
+def all_results(
+    inputs: list[torch.Tensor], view: LinearView, external: torch.Tensor | None, **options: Any
+) -> list[torch.Tensor]:
+    """Output, states, gradients of the inputs and of the external states; loss drawn on CPU."""
+    output, states = run(inputs, view, external, **options)
+    leaves = inputs if external is None else [*inputs, external]
+    return [x.cpu() for x in results_of(output.cpu(), states.cpu(), leaves)]
+
+
+def exact_results(
+    inputs: list[torch.Tensor], view: LinearView, external: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """The reference in float64."""
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    start = None if external is None else external.detach().double().requires_grad_()
+    return all_results(wide, view, start)
+
+
+def tree_with_external_states(group: int) -> tuple[LinearView, torch.Tensor]:
+    """Two of three roots start from outside, and the state after every chain is asked for."""
+    roots = [row for row, above in enumerate(TREE) if above < 0]
+    packed = linear_view(
+        TREE,
+        64,
+        external_of_root={roots[0]: 1, roots[2]: 1, roots[1]: 0},
+        requested=tuple(chain[-1] for chain in chains_of(TREE)),
+    )
+    generator = torch.Generator().manual_seed(5)
+    external = torch.randn(2, 2 * group, 128, 128, generator=generator)
+    return on_cuda(packed.view), external.cuda().requires_grad_()
+
+
+def agent_view() -> tuple[LinearView, int]:
+    """The view that the planner makes of generated agent trees, with its rounds."""
+    batch = agent_batch(seed=1, shape="agent_tree", raw_tokens=9000)
+    plan = plan_step(batch, capacity=int(batch.lengths.sum()))
+    (microbatch,) = plan._all
+    tree = build_tree_view(microbatch, device=torch.device("cuda"))
+    return tree.linear, tree.num_rows
+
+
+def assert_errs_at_most_twice_as_much(
+    actual: list[torch.Tensor],
+    other: list[torch.Tensor],
+    exact: list[torch.Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Errors are relative to the largest entry; one rounding of the dtype on top."""
+    band = torch.finfo(dtype).eps
+    for name, a, o, e in zip((*NAMES, "external"), actual, other, exact, strict=False):
+        error, bound = largest_error(a, e), 2 * largest_error(o, e) + band
+        print(f"{name:10} scan {error:.2e}  other {largest_error(o, e):.2e}")
+        assert error <= bound, f"{name}: {error:.2e} > {bound:.2e}"
+
+
+def each(*marks: Any) -> Any:
+    def apply(function: Any) -> Any:
+        for mark in marks:
+            function = mark(function)
+        return function
+
+    return apply
+
+
+@each(*on_gpu)
+@pytest.mark.parametrize("safe_gate", [False, True], ids=["any_gate", "safe_gate"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_output_and_states_are_bitwise_those_of_fla_on_every_trajectory(
+    dtype: torch.dtype, safe_gate: bool
+) -> None:
+    from harts.ops.linear_attention.fla06 import chunk_kda_packed
+
+    inputs = [x.detach() for x in inputs_of(TREE, dtype)]
+    packed = linear_view(TREE, 64)
+    view = on_cuda(packed.view)
+    output, states = run(inputs, view, impl="scan", safe_gate=safe_gate)
+    same_output, same_states = run(inputs, view, impl="rounds", safe_gate=safe_gate)
+
+    def alone(path: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        end, state = chunk_kda_packed(
+            *(x[path].unsqueeze(0) for x in inputs),
+            scale=128**-0.5,
+            safe_gate=safe_gate,
+            initial_states=torch.zeros(1, 2, 128, 128, device="cuda"),
+            lengths=[len(path)],
+        )
+        return end[0], state[0]
+
+    for leaf in leaves_of(TREE):
+        path = path_to(TREE, leaf)
+        differs = (output[path] != alone(path)[0]).flatten(1).any(1).nonzero().flatten().tolist()
+        assert not differs, f"trajectory of row {leaf}: first differing position {differs[0]}"
+    for slot, row in enumerate(packed.row_of_produced):
+        assert torch.equal(states[slot], alone(path_to(TREE, row))[1]), f"state after row {row}"
+    assert torch.equal(output, same_output) and torch.equal(states, same_states)
+
+
+@each(*on_gpu)
+@cases
+def test_errors_are_at_most_twice_those_of_one_fla_call_a_round(
+    dtype: torch.dtype, group: int, scalar_gate: bool
+) -> None:
+    view, external = tree_with_external_states(group)
+    inputs = inputs_of(TREE, dtype, group, scalar_gate)
+    actual, other = (
+        all_results(inputs, view, external, impl=impl)  # type: ignore[arg-type]
+        for impl in ("scan", "rounds")
+    )
+    assert_errs_at_most_twice_as_much(actual, other, exact_results(inputs, view, external), dtype)
+
+
+@each(*on_gpu)
+@pytest.mark.skipif(not WITHOUT_TF32, reason="needs TRITON_F32_DEFAULT=ieee")
+@pytest.mark.parametrize("scalar_gate", [False, True], ids=["kda", "gdn"])
+def test_float32_without_tf32_errs_by_float32_roundings(scalar_gate: bool) -> None:
+    """fla's factors 2^g and 2^-g cost a few more roundings than the reference's differences."""
+    view, external = tree_with_external_states(1)
+    inputs = inputs_of(TREE, torch.float32, 1, scalar_gate)
+    actual, other, reference = (
+        all_results(inputs, view, external, impl=impl)  # type: ignore[arg-type]
+        for impl in ("scan", "rounds", "reference")
+    )
+    exact = exact_results(inputs, view, external)
+    assert_errs_at_most_twice_as_much(actual, other, exact, torch.float32)
+    for name, a, r, e in zip((*NAMES, "external"), actual, reference, exact, strict=True):
+        error, plain = largest_error(a, e), largest_error(r, e)
+        print(f"{name:10} scan {error:.2e}  reference {plain:.2e}")
+        assert error <= 10 * plain + torch.finfo(torch.float32).eps, name
+
+
+@each(*on_gpu)
+def test_a_bounded_gate_errs_at_most_twice_as_much_as_fla_with_the_same_promise() -> None:
+    view, external = tree_with_external_states(1)
+    inputs = inputs_of(TREE, torch.bfloat16, strength=4.9)
+    actual, other = (
+        all_results(inputs, view, external, impl=impl, safe_gate=True)  # type: ignore[arg-type]
+        for impl in ("scan", "rounds")
+    )
+    exact = exact_results(inputs, view, external)
+    assert_errs_at_most_twice_as_much(actual, other, exact, torch.bfloat16)
+
+
+@each(*on_gpu)
+@cases
+def test_the_same_inputs_twice_give_the_same_bits(
+    dtype: torch.dtype, group: int, scalar_gate: bool
+) -> None:
+    """Packed rows are the leaves: the gather's own backward is another operator."""
+    view, external = tree_with_external_states(group)
+    compact = inputs_of(TREE, dtype, group, scalar_gate)
+    packed = [gather_rows(x.detach(), view.packed).requires_grad_() for x in compact]
+
+    def once() -> list[torch.Tensor]:
+        output, states = chunk_kda(*packed, view=view, initial_states=external, impl="scan")
+        return results_of(output.cpu(), states.cpu(), [*packed, external])
+
+    first = once()
+    for name, a, b in zip((*NAMES, "external"), first, once(), strict=True):
+        assert torch.equal(a, b), f"{name} differs between two runs"
+
+
+@each(*on_gpu)
+def test_the_rounds_of_a_plan_run_as_well_as_fla_call_by_call() -> None:
+    view, num_rows = agent_view()
+    assert len(view.round_ptr) > 2 and view.num_slots > 2
+    inputs = inputs_of(list(range(num_rows)), torch.bfloat16)
+    actual, other = (
+        all_results(inputs, view, None, impl=impl)  # type: ignore[arg-type]
+        for impl in ("scan", "rounds")
+    )
+    assert torch.equal(actual[0], other[0]) and torch.equal(actual[1], other[1])
+    exact = exact_results(inputs, view, None)
+    assert_errs_at_most_twice_as_much(actual, other, exact, torch.bfloat16)
+
+
+@each(*on_gpu)
+def test_gradients_of_the_output_or_of_the_states_alone_are_right() -> None:
+    view, external = tree_with_external_states(1)
+    inputs = inputs_of(TREE, torch.float32)
+    output, states = run(inputs, view, external, impl="scan")
+    leaves = [*inputs, external]
+    both = torch.autograd.grad(output.sum() + states.sum(), leaves, retain_graph=True)
+    of_output = torch.autograd.grad(output.sum(), leaves, retain_graph=True)
+    of_states = torch.autograd.grad(states.sum(), leaves)
+    for name, whole, a, b in zip(NAMES[2:], both, of_output, of_states, strict=False):
+        assert largest_error(a + b, whole) < 2e-3, name
+
+
+@each(*on_gpu)
+def test_what_the_kernels_cannot_run_is_refused_in_one_line() -> None:
+    view = on_cuda(linear_view(TREE, 64).view)
+    packed = [gather_rows(x.detach(), view.packed) for x in inputs_of(TREE, torch.bfloat16)]
+    q, k, v, log_decay, beta = packed
+    eight = on_cuda(linear_view([-1, 0, 1], 8).view)
+    cases: list[tuple[str, list[torch.Tensor], LinearView, str]] = [
+        ("scan", [x[:3] for x in packed], eight, "chunk_size 64, the view has 8"),
+        ("rounds", [x[:3] for x in packed], eight, "chunk_size 64, the view has 8"),
+        ("scan", [x.double() for x in packed], view, "one dtype up to float32"),
+        ("scan", [q, k, v.float(), log_decay, beta], view, "one dtype up to float32"),
+        ("rounds", [q, k, v, log_decay.double(), beta], view, "log_decay is float64"),
+        ("scan", [q[..., :24], k[..., :24], v, log_decay[..., :24], beta], view, "16, 32, 64 or"),
+        ("scan", [q, k, v[..., :24], log_decay, beta], view, "a multiple of 16, got 128 and 24"),
+        ("scan", [q, k, v, log_decay, beta.cpu()], view, "beta is on cpu"),
+    ]
+    for impl, arguments, its_view, message in cases:
+        with pytest.raises(HartsError, match=message) as error:
+            chunk_kda(*arguments, view=its_view, impl=impl)  # type: ignore[arg-type]
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("impl", ["scan", "rounds"])
+def test_tensors_on_the_cpu_are_refused_in_one_line(impl: str) -> None:
+    inputs = [x.detach() for x in drawn_inputs(3, dtype=torch.float32)]
+    with pytest.raises(ConfigError, match="needs CUDA tensors, q is on cpu") as error:
+        chunk_kda(*inputs, view=linear_view([-1, 0, 1], 64).view, impl=impl)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
