@@ -147,3 +147,33 @@ def test_a_wrong_option_is_one_line(
 def test_real_rollouts_compress_as_measured(run_harts: Run, tiny_tau: Path) -> None:
     plan = run_harts("plan", tiny_tau, "--json").json
     assert (plan["raw_tokens"], plan["trie_tokens"]) == (15625, 4142)
+
+
+@pytest.mark.parametrize("planner", ["harts", "next-fit", "dta", "ortools"])
+def test_every_planner_plans_the_same_batch(run_harts: Run, rollouts: Path, planner: str) -> None:
+    if planner == "ortools":
+        pytest.importorskip("ortools", reason="the bench extra is not installed")
+    outcome = run_harts("plan", rollouts, "--capacity", 24, "--planner", planner, "--json")
+    assert outcome.code == 0
+    assert outcome.json["trajectories"] == 6
+    assert outcome.json["compact_tokens"] >= UNIQUE
+
+
+def test_long_trajectories_are_dropped_and_listed_when_asked(
+    run_harts: Run, tmp_path: Path
+) -> None:
+    path = write_rows(
+        tmp_path / "long.jsonl",
+        [{"input_ids": list(range(n)), "loss_mask": [0] * n} for n in (3, 9, 4)],
+    )
+    assert_refused(
+        run_harts("plan", path, "--capacity", 5),
+        "trajectory 1 (long.jsonl:2) has 9 tokens, more than the capacity 5; raise --capacity",
+    )
+    outcome = run_harts("plan", path, "--capacity", 5, "--over-capacity", "drop", "--json")
+    assert outcome.json["dropped"] == ["trajectory 1 (long.jsonl:2)"]
+    assert outcome.json["trajectories"] == 2
+
+
+def test_an_unknown_planner_is_refused(run_harts: Run, rollouts: Path) -> None:
+    assert_refused(run_harts("plan", rollouts, "--planner", "best"), "--planner", "best")
