@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -98,15 +99,16 @@ def test_plans_are_the_same_with_and_without_numba(
     trajectories: list[list[int]], capacity: int, replicas: int, exact_limit: int
 ) -> None:
     capacity = max(capacity, max(map(len, trajectories)))
-    plans = [
-        _plan(
-            trajectories,
-            capacity,
-            replicas,
-            dataclasses.replace(FEW_STEPS, exact_limit=exact_limit, use_numba=use_numba),
-        )
-        for use_numba in (False, True)
-    ]
+    with patch("harts.plan.options.SMALL_BATCH", 0):  # or both would run as Python
+        plans = [
+            _plan(
+                trajectories,
+                capacity,
+                replicas,
+                dataclasses.replace(FEW_STEPS, exact_limit=exact_limit, use_numba=use_numba),
+            )
+            for use_numba in (False, True)
+        ]
     assert (plans[0] is None) == (plans[1] is None)
     if plans[0] is not None and plans[1] is not None:
         for name in ("microbatch_of_trajectory", "replica_of_microbatch", "slot_of_microbatch"):

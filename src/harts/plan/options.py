@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from harts.errors import PlanError
 from harts.plan.jit import HAVE_NUMBA
+
+SMALL_BATCH = 64
+"""Trajectories up to which plain Python plans in less time than loading compiled loops takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +27,8 @@ class PlannerOptions:
     search_steps: repackings of a few microbatches at a time that lower total work (0 is off).
     balance_steps: exchanges that make the microbatches of a slot even at equal total work (0 off).
     placement: "even" evens the replicas' totals, "paper" places greedily.
-    use_numba: compiled loops; the results are the same without.
+    use_numba: compiled loops, for batches that are large enough to gain from them; the results
+    are the same without. The first use on a machine compiles for about 13 seconds.
     """
 
     exact_limit: int = 512
@@ -38,6 +42,16 @@ class PlannerOptions:
     balance_steps: int = 4_000
     placement: Literal["paper", "even"] = "even"
     use_numba: bool = HAVE_NUMBA
+
+    def for_size(self, num_trajectories: int) -> PlannerOptions:
+        """The options for a batch: small ones need fewer steps, and no compiled loops."""
+        steps = max(500, 25 * num_trajectories)
+        return replace(
+            self,
+            search_steps=min(self.search_steps, steps),
+            balance_steps=min(self.balance_steps, steps),
+            use_numba=self.use_numba and num_trajectories > SMALL_BATCH,
+        )
 
     @classmethod
     def paper(cls, *, use_numba: bool = HAVE_NUMBA) -> PlannerOptions:

@@ -48,6 +48,7 @@ def plan_step(
     `replicas` microbatches is found.
     """
     started = time.perf_counter()
+    options = options.for_size(len(batch))
     capacity = at_least_one("capacity", capacity)
     replicas = at_least_one("replicas", replicas)
     chunk_size = at_least_one("chunk_size", chunk_size)
