@@ -9,7 +9,7 @@ import numpy as np
 from harts.data.trajectory import TrajectoryBatch
 from harts.plan.denominators import Denominators
 from harts.plan.partition import Partition
-from harts.plan.placement import Placement
+from harts.plan.placement import Placement, place_greedily
 from harts.plan.step_plan import StepPlan
 from harts.tree.order import Ints, TrajectoryOrder
 
@@ -40,6 +40,29 @@ def assemble(
         denominators=Denominators.of(batch.loss_mask, batch.offsets),
         dropped=np.empty(0, np.int64),
         plan_seconds=time.perf_counter() - started,
+    )
+
+
+def assemble_greedily(
+    batch: TrajectoryBatch,
+    order: TrajectoryOrder,
+    members: list[Ints],
+    *,
+    capacity: int,
+    replicas: int,
+    started: float,
+) -> StepPlan:
+    """The plan of microbatches given by the places of their members, placed as the paper does."""
+    partition = partition_of(order, members)
+    placement = place_greedily(partition.rows, replicas=replicas)
+    return assemble(
+        batch,
+        order,
+        partition,
+        placement,
+        capacity=capacity,
+        replicas=replicas,
+        started=started,
     )
 
 

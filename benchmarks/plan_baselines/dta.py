@@ -14,10 +14,9 @@ import numpy as np
 
 from harts.data.trajectory import TrajectoryBatch
 from harts.errors import PlanError
-from harts.plan.placement import place_greedily
 from harts.plan.step_plan import StepPlan
 from harts.tree.order import TrajectoryOrder, sort_trajectories
-from plan_baselines.assemble import assemble, partition_of
+from plan_baselines.assemble import assemble_greedily
 
 
 def plan_dta(batch: TrajectoryBatch, capacity: int, replicas: int) -> StepPlan:
@@ -38,16 +37,8 @@ def plan_dta(batch: TrajectoryBatch, capacity: int, replicas: int) -> StepPlan:
     members = [
         np.arange(begin, end) for begin, end in zip(cuts, [*cuts[1:], len(order.ids)], strict=True)
     ]
-    partition = partition_of(order, members)
-    placement = place_greedily(partition.rows, replicas=replicas)
-    return assemble(
-        batch,
-        order,
-        partition,
-        placement,
-        capacity=capacity,
-        replicas=replicas,
-        started=started,
+    return assemble_greedily(
+        batch, order, members, capacity=capacity, replicas=replicas, started=started
     )
 
 

@@ -11,10 +11,9 @@ import numpy as np
 
 from harts.data.trajectory import TrajectoryBatch
 from harts.errors import PlanError
-from harts.plan.placement import place_greedily
 from harts.plan.step_plan import StepPlan
 from harts.tree.order import TrajectoryOrder, sort_trajectories
-from plan_baselines.assemble import assemble, partition_of
+from plan_baselines.assemble import assemble_greedily
 
 LARGEST = 12
 
@@ -38,16 +37,8 @@ def plan_exhaustively(batch: TrajectoryBatch, capacity: int, replicas: int) -> S
         np.array([place for place in range(len(batch)) if subset >> place & 1])
         for subset in subsets
     ]
-    partition = partition_of(order, members)
-    placement = place_greedily(partition.rows, replicas=replicas)
-    return assemble(
-        batch,
-        order,
-        partition,
-        placement,
-        capacity=capacity,
-        replicas=replicas,
-        started=started,
+    return assemble_greedily(
+        batch, order, members, capacity=capacity, replicas=replicas, started=started
     )
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-RouterKind = Literal["softmax", "sigmoid"]
+from harts.models.routing import RouterKind
 
 
 @dataclass(frozen=True, kw_only=True)

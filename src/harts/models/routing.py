@@ -12,6 +12,8 @@ import torch
 
 from harts.errors import UnsupportedModelError
 
+RouterKind = Literal["softmax", "sigmoid"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RouterRecord:
@@ -25,7 +27,7 @@ class RouterRecord:
     """
 
     name: str
-    kind: Literal["softmax", "sigmoid"]
+    kind: RouterKind
     logits: torch.Tensor
     indices: torch.Tensor
     multiplicity: torch.Tensor

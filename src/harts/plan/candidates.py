@@ -27,16 +27,15 @@ def candidate_partitions(
     greedy = greedy_candidate(
         cost, capacity=capacity, replicas=replicas, use_numba=options.use_numba
     )
+    candidates = anchors = [greedy] if greedy else []
     small = len(cost) <= options.exact_limit
-    exact: dict[int, Partition] = {}
     if small or options.contiguous == "exact":
         exact = exact_partitions(cost, counts, capacity=capacity, use_numba=options.use_numba)
-    if small:
-        base, anchors = exact, [greedy] if greedy else []
-    else:
+        candidates = [*exact.values(), *candidates]
+    if not small:
         base = sampled_partitions(cost, natural, counts, capacity=capacity, limit=options.sampled_k)
+        candidates = [*base.values(), *candidates]
         anchors = _anchors(base, greedy, options.refined_anchors)
-    candidates = [*base.values(), *exact.values(), *([greedy] if greedy else [])]
     return candidates + [_refined(cost, anchor, capacity, options) for anchor in anchors]
 
 

@@ -14,7 +14,7 @@ from harts.plan.candidates import candidate_partitions
 from harts.plan.cost import PrefixCost
 from harts.plan.denominators import Denominators
 from harts.plan.local_search import search_memberships
-from harts.plan.objective import Objective, plan_objective
+from harts.plan.objective import plan_objective
 from harts.plan.options import PlannerOptions, at_least_one
 from harts.plan.over_capacity import OverCapacity, within_capacity
 from harts.plan.paired import place_evenly
@@ -23,6 +23,7 @@ from harts.plan.placement import Placement, place_greedily
 from harts.plan.step_plan import StepPlan
 from harts.tree.order import sort_trajectories
 
+Planner = Literal["harts", "next-fit"]
 DEFAULTS = PlannerOptions()
 
 
@@ -32,7 +33,7 @@ def plan_step(
     replicas: int = 1,
     chunk_size: int = 64,
     *,
-    planner: Literal["harts", "next-fit"] = "harts",
+    planner: Planner = "harts",
     over_capacity: OverCapacity = "error",
     options: PlannerOptions = DEFAULTS,
 ) -> StepPlan:
@@ -69,9 +70,10 @@ def plan_step(
         )
         if not candidates:  # nothing could be aligned: merge what fits, or say why not
             candidates = [next_fit(order, capacity=capacity, replicas=replicas)]
-        partition = min(candidates, key=lambda p: _ranked(p, replicas, options)[0])
-        partition = _improved(cost, partition, capacity, replicas, options)
-    _, placement = _ranked(partition, replicas, options)
+        partition = _improved(
+            cost, _best(candidates, replicas, options), capacity, replicas, options
+        )
+    placement = _placed(partition, replicas, options)
     microbatch_of_trajectory = np.empty(len(batch), np.int64)
     microbatch_of_trajectory[order.ids] = partition.microbatch_of_place
     return StepPlan(
@@ -114,13 +116,16 @@ def _improved(
         iterations=options.balance_steps,
         use_numba=options.use_numba,
     )
-    return min((balanced, searched, partition), key=lambda p: _ranked(p, replicas, options)[0])
+    return _best([balanced, searched, partition], replicas, options)
 
 
-def _ranked(
-    partition: Partition, replicas: int, options: PlannerOptions
-) -> tuple[Objective, Placement]:
-    """A partition placed, with its objective (Equation 4)."""
+def _best(partitions: list[Partition], replicas: int, options: PlannerOptions) -> Partition:
+    """The first of least objective (Equation 4); only those of least work need placing for it."""
+    least = min(int(p.rows.sum()) for p in partitions)
+    contenders = [p for p in partitions if int(p.rows.sum()) == least]
+    return min(contenders, key=lambda p: plan_objective(p.rows, _placed(p, replicas, options)))
+
+
+def _placed(partition: Partition, replicas: int, options: PlannerOptions) -> Placement:
     place = place_evenly if options.placement == "even" else place_greedily
-    placement = place(partition.rows, replicas=replicas)
-    return plan_objective(partition.rows, placement), placement
+    return place(partition.rows, replicas=replicas)

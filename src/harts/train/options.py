@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from harts.errors import ConfigError
+from harts.plan.over_capacity import OverCapacity
+from harts.plan.planner import Planner
 from harts.rl.objectives import (
     DapoOptions,
     GrpoOptions,
@@ -46,8 +48,8 @@ class PlanOptions:
 
     capacity: int = 65536
     chunk_size: int = 64
-    planner: Literal["harts", "next-fit"] = "harts"
-    over_capacity: Literal["error", "drop"] = "error"
+    planner: Planner = "harts"
+    over_capacity: OverCapacity = "error"
     sharing: Literal["tree", "expanded"] = "tree"
 
 
