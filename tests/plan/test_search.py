@@ -132,6 +132,11 @@ def test_an_unknown_way_to_treat_long_trajectories_is_refused() -> None:
         harts.plan_step(_batch([[1]]), over_capacity="skip")  # type: ignore[arg-type]
 
 
+def test_an_unknown_planner_is_refused() -> None:
+    with pytest.raises(PlanError, match="planner is 'best'; choose 'harts' or 'next-fit'"):
+        harts.plan_step(_batch([[1]]), planner="best")  # type: ignore[arg-type]
+
+
 def test_next_fit_stays_available() -> None:
     batch = _batch([[1, 2, 3, 4], [1, 2, 3, 5], [9, 9]])
     plan = harts.plan_step(batch, 5, planner="next-fit")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -49,6 +49,8 @@ def plan_step(
     `replicas` microbatches is found.
     """
     started = time.perf_counter()
+    if planner not in get_args(Planner):
+        raise PlanError(f"planner is {planner!r}; choose 'harts' or 'next-fit'")
     options = options.for_size(len(batch))
     capacity = at_least_one("capacity", capacity)
     replicas = at_least_one("replicas", replicas)
