@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 DEMO := runs/demo
 
-.PHONY: demo install lint test test-all clean
+.PHONY: demo install lint test test-all test-gpu test-interpreter clean
 
 install: $(INSTALLED)
 
@@ -39,5 +39,16 @@ test: lint
 test-all: lint
 	$(PYTEST) -n 2 -m 'not gpu'
 
+# On the GPU machine, with the packages it has (the cuda extra); writes benchmarks/results.
+test-gpu:
+	PYTHONPATH=src:. $(PYTHON) benchmarks/gpu_tests.py --write
+
+# Triton kernels on a CPU, tiny. Triton 3.6 needs numpy before 2.4 there.
+INTERPRETER := $(VENV)-interpreter
+test-interpreter: install
+	$(PYTHON) -m venv $(INTERPRETER)
+	$(INTERPRETER)/bin/python -m pip install --quiet 'triton==3.6.0' 'numpy<2.4' '$(TORCH)' '.[hf,dev]'
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(INTERPRETER)/bin/python -m pytest -n 2 -m triton tests/ops
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(INTERPRETER) runs

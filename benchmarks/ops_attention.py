@@ -1,9 +1,11 @@
-"""Tree attention on one GPU: FlexAttention beside the chain views, forward and backward.
+"""Tree attention on one GPU: FlashAttention-4, FlexAttention and the chain views.
 
     python benchmarks/ops_attention.py                 # 65,536 rows, 16 heads, bfloat16, table
     python benchmarks/ops_attention.py --write         # and the JSON in benchmarks/results
+    python benchmarks/ops_attention.py --sides fa4 fa4-any-order --case prototype
 
-The tree is the first rows, in DFS preorder, of a generated agent tree. Samples of all sides
+"fa4" is deterministic, "fa4-any-order" is not. The tree is the first rows, in DFS preorder, of a
+generated agent tree or, with --case prototype, the tree of benchmarks/step.py. Samples of all sides
 alternate in one process and are timed by CUDA events; a TFLOP/s counts visible (query, key) pairs
 only: 2 (D + V) a pair and head forward, 3.5 times that forward and backward.
 """
@@ -11,11 +13,13 @@ only: 2 (D + V) a pair and head forward, 3.5 times that forward and backward.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ from harts.views.chains import chains_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from results_file import environment, write_result
+from step_data import prototype_batch
 
 AGENT_TREE = SyntheticOptions(
     shape="agent_tree",
@@ -42,7 +47,12 @@ AGENT_TREE = SyntheticOptions(
     fork_probability=0.7,
 )
 WIDTHS = ((128, 128), (192, 128))
-IMPLEMENTATIONS = ("flex", "views")
+SIDES: dict[str, dict[str, Any]] = {
+    "fa4": {"impl": "fa4"},
+    "fa4-any-order": {"impl": "fa4", "deterministic": False},
+    "flex": {"impl": "flex"},
+    "views": {"impl": "views"},
+}
 
 
 def main() -> None:
@@ -50,7 +60,7 @@ def main() -> None:
     args = _arguments()
     if not torch.cuda.is_available():
         sys.exit("benchmarks/ops_attention.py measures on a GPU, and torch finds none")
-    view = agent_view(args.rows, args.seed)
+    view = view_of(args.case, args.rows, args.seed)
     records = [_measure(view, args, *widths) for widths in WIDTHS]
     for record in records:
         print(record["case"])
@@ -61,9 +71,12 @@ def main() -> None:
         print(write_result("ops_attention", hardware, records))
 
 
-def agent_view(num_rows: int, seed: int) -> AttentionView:
-    """The first rows of an agent tree in DFS preorder: their ancestors are among them."""
-    batch = generate(replace(AGENT_TREE, seed=seed))
+def view_of(case: str, num_rows: int, seed: int) -> AttentionView:
+    """The first rows of a tree in DFS preorder: their ancestors are among them."""
+    prototype = case == "prototype"
+    batch = (
+        prototype_batch(num_rows, seed) if prototype else generate(replace(AGENT_TREE, seed=seed))
+    )
     plan = harts.plan_step(batch, capacity=100 * num_rows, planner="next-fit")
     (microbatch,) = plan.microbatches()
     view = build_attention_view(microbatch, chains_of(microbatch), torch.device("cuda"))
@@ -84,26 +97,29 @@ def _measure(
     outputs = {}
     metrics: dict[str, float] = {}
     sides: dict[str, Callable[[], object]] = {}
-    for impl in IMPLEMENTATIONS:
+    for side in args.sides:
+        options = SIDES[side] | {"view": view}
 
-        def forward(impl: Any = impl) -> torch.Tensor:
-            return tree_attention(q, k, v, view=view, scale=key_width**-0.5, impl=impl)
+        def forward(options: dict[str, Any] = options) -> torch.Tensor:
+            return tree_attention(q, k, v, scale=key_width**-0.5, **options)
 
         def both(forward: Callable[[], torch.Tensor] = forward) -> object:
             return torch.autograd.grad(forward(), (q, k, v), d_out)
 
-        sides |= {f"{impl}_forward": forward, f"{impl}_both": both}
+        sides |= {f"{side}_forward": forward, f"{side}_both": both}
         started = time.perf_counter()
         both()
         torch.cuda.synchronize()
-        metrics[f"{impl}_first_call_seconds"] = time.perf_counter() - started
+        metrics[f"{side}_first_call_seconds"] = time.perf_counter() - started
         torch.cuda.reset_peak_memory_stats()
         both()
-        metrics[f"{impl}_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        outputs[impl] = forward().detach().float()
-    difference = (outputs["flex"] - outputs["views"]).norm() / outputs["views"].norm()
-    metrics["flex_relative_difference_to_views"] = difference.item()
-    del outputs
+        metrics[f"{side}_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        outputs[side] = forward().detach().float()
+    want = outputs.pop("views", None)
+    for side, output in outputs.items() if want is not None else ():
+        difference = (output - want).norm() / want.norm()
+        metrics[f"{side}_relative_difference_to_views"] = difference.item()
+    del outputs, want
 
     samples = _alternate(sides, args.samples)
     row = torch.arange(view.end.numel(), device="cuda")
@@ -114,11 +130,11 @@ def _measure(
         median = statistics.median(milliseconds)
         metrics[f"{name}_ms"] = median
         metrics[f"{name}_ms_spread"] = max(milliseconds) - min(milliseconds)
-        metrics[f"{name}_tflops"] = flops[name.partition("_")[2]] / median / 1e9
+        metrics[f"{name}_tflops"] = flops[name.rpartition("_")[2]] / median / 1e9
     metrics |= {"visible_pairs": pairs, "chains": len(view.chains)}
     return {
         "bench": "ops_attention",
-        "case": f"agent_tree-rows{args.rows}-heads{args.heads}-{key_width}-{value_width}",
+        "case": f"{args.case}-rows{args.rows}-heads{args.heads}-{key_width}-{value_width}",
         "config": vars(args)
         | {"key_width": key_width, "value_width": value_width, "dtype": "bf16"},
         "env": environment() | _gpu(),
@@ -160,13 +176,19 @@ def _inputs(
 def _gpu() -> dict[str, Any]:
     import triton
 
-    return {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
+    versions = {"triton": triton.__version__}
+    for package in ("flash-attn-4", "nvidia-cutlass-dsl"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return {"device": torch.cuda.get_device_name()} | versions
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=65536)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--sides", nargs="*", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--case", choices=("agent_tree", "prototype"), default="agent_tree")
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true")

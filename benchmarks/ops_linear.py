@@ -8,7 +8,10 @@ Variants, forward and backward, alternating in one process:
     plain_packed   the same over the packed rows, replay included
     scan           harts over the packed rows
     scan_gathered  the same from compact rows to own rows, as a layer runs it
+    rows_in_and_out   the gather into the packed layout and back at the width of the model, which
+                   is all that a tree adds to a packed layer beside the scan
     rounds         fla's chunk_kda round by round
+    nodes          fla's chunk_kda once for each fork-free segment, from its parent's end state
     expanded       fla's chunk_kda over all trajectories, nothing shared
 """
 
@@ -26,17 +29,17 @@ from typing import Any
 
 import torch
 import triton
-from triton.runtime.autotuner import Autotuner
 
 from harts.data.synthetic import agent_batch
-from harts.ops.gather import gather_rows
+from harts.ops.gather import gather_rows, own_rows
 from harts.ops.linear_attention import chunk_kda
+from harts.plan.microbatch import MicroBatch
 from harts.plan.planner import plan_step
 from harts.views.linear import LinearView
 from harts.views.tree import build_tree_view
 
 sys.path.insert(0, str(Path(__file__).parent))
-from results_file import environment
+from gpu_environment import gpu_environment, limit_autotuning
 
 DEVICE = torch.device("cuda")
 Inputs = list[torch.Tensor]
@@ -46,9 +49,9 @@ Run = Callable[[], tuple[torch.Tensor, Inputs]]
 def main() -> None:
     """Measure and print; write the JSON with --out."""
     args = _arguments()
-    _limit_autotuning(args.configs)
-    view, lengths, rows, case = _agent_view(args)
-    variants = _variants(args, view, lengths, rows)
+    limit_autotuning(args.configs)
+    microbatch, view, lengths, rows, case = _agent_view(args)
+    variants = _variants(args, microbatch, view, lengths, rows)
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
     for name, run in variants.items():
         for _ in range(args.warmup):
@@ -62,8 +65,7 @@ def main() -> None:
         "bench": "ops_linear",
         "case": case,
         "config": {k: v for k, v in vars(args).items() if k not in ("out", "sweep")},
-        "env": environment()
-        | {"device": torch.cuda.get_device_name(), "triton": triton.__version__},
+        "env": gpu_environment(),
         "metrics": _metrics(samples),
         "samples": samples,
     }
@@ -81,8 +83,10 @@ def _write(folder: str | None, record: dict[str, Any]) -> None:
         path.write_text(json.dumps([record], indent=1) + "\n")
 
 
-def _agent_view(args: argparse.Namespace) -> tuple[LinearView, list[int], torch.Tensor, Any]:
-    """View, trajectory lengths, the compact row of every token of the expanded batch, facts."""
+def _agent_view(
+    args: argparse.Namespace,
+) -> tuple[MicroBatch, LinearView, list[int], torch.Tensor, Any]:
+    """Microbatch, view, trajectory lengths, compact row of every expanded token, facts."""
     batch = agent_batch(
         seed=args.seed,
         shape="agent_tree",
@@ -105,11 +109,16 @@ def _agent_view(args: argparse.Namespace) -> tuple[LinearView, list[int], torch.
     }
     print(facts, flush=True)
     rows = torch.from_numpy(layout.semantic_to_compact).to(DEVICE)
-    return view, batch.lengths[microbatch.trajectory_ids].tolist(), rows, facts
+    facts["segments"] = len(microbatch.forest.length)
+    return microbatch, view, batch.lengths[microbatch.trajectory_ids].tolist(), rows, facts
 
 
 def _variants(
-    args: argparse.Namespace, view: LinearView, lengths: list[int], rows: torch.Tensor
+    args: argparse.Namespace,
+    microbatch: MicroBatch,
+    view: LinearView,
+    lengths: list[int],
+    rows: torch.Tensor,
 ) -> dict[str, Run]:
     compact = _inputs(view.packed.own.shape[0], args)
     packed = [gather_rows(x.detach(), view.packed).requires_grad_() for x in compact]
@@ -148,17 +157,52 @@ def _variants(
         output, _ = chunk_kda(*rows_of_chains, view=view, impl="scan", safe_gate=args.safe_gate)
         return output.index_select(0, view.packed.own), compact
 
+    shape = (len(compact[0]), args.hidden)
+    hidden = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+
+    def moved() -> tuple[torch.Tensor, Inputs]:
+        """What the tree adds to a packed layer: rows into the packed layout and out of it."""
+        return own_rows(gather_rows(hidden, view.packed), view.packed), [hidden]
+
     variants: dict[str, Run] = {
         "plain": plain(compact, _offsets(own_lengths)),
         "plain_packed": plain(packed, view.cu_seqlens),
         "scan": tree("scan"),
         "scan_gathered": gathered,
+        "rows_in_and_out": moved,
         "rounds": tree("rounds"),
+        "nodes": _node_by_node(args, microbatch, compact),
     }
     if args.expanded:
         expanded = [x.detach().index_select(0, rows).requires_grad_() for x in compact]
         variants["expanded"] = plain(expanded, _offsets(lengths))
     return variants
+
+
+def _node_by_node(args: argparse.Namespace, microbatch: MicroBatch, compact: Inputs) -> Run:
+    """One call a segment of the forest: the baseline of tree training without chains and rounds."""
+    from fla.ops.kda import chunk_kda as fla_chunk_kda
+
+    parents = microbatch.forest.parent.tolist()
+    first = microbatch.layout.first_row.tolist()
+    stop = [a + n for a, n in zip(first, microbatch.forest.length.tolist(), strict=True)]
+    zero = torch.zeros(1, args.heads, args.width, args.width, device=DEVICE)
+
+    def run() -> tuple[torch.Tensor, Inputs]:
+        states: list[torch.Tensor] = []
+        outputs = {}
+        for parent, begin, end in zip(parents, first, stop, strict=True):
+            output, state = fla_chunk_kda(
+                *(x[begin:end].unsqueeze(0) for x in compact),
+                initial_state=states[parent] if parent >= 0 else zero,
+                output_final_state=True,
+                safe_gate=args.safe_gate,
+            )
+            states.append(state)
+            outputs[begin] = output[0]
+        return torch.cat([outputs[begin] for begin in sorted(outputs)]), compact
+
+    return run
 
 
 def _inputs(num_rows: int, args: argparse.Namespace) -> Inputs:
@@ -207,6 +251,10 @@ def _metrics(samples: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
         for phase, values in phases.items():
             metrics[f"{name}_{phase}_ms"] = round(statistics.median(values), 3)
             metrics[f"{name}_{phase}_spread_ms"] = round(max(values) - min(values), 3)
+    moved = metrics["rows_in_and_out_both_ms"]
+    metrics["layer_over_plain"] = round(
+        (metrics["scan_both_ms"] + moved) / metrics["plain_both_ms"], 4
+    )
     for name in samples:
         for base in ("plain", "plain_packed"):
             ratio = metrics[f"{name}_both_ms"] / metrics[f"{base}_both_ms"]
@@ -256,24 +304,13 @@ def _median_ms(call: Callable[[], Any]) -> float:
     return median
 
 
-def _limit_autotuning(most: int) -> None:
-    """Let each of fla's kernels choose among few configurations: compiling all takes minutes."""
-    original = Autotuner.__init__
-
-    def limited(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if len(self.configs) > most:
-            self.configs = self.configs[:: -(-len(self.configs) // most)]
-
-    Autotuner.__init__ = limited
-
-
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=65536, help="compact rows, about")
     parser.add_argument("--compression", type=float, default=5.6)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=1536, help="width of the model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=11)
     parser.add_argument("--warmup", type=int, default=3)

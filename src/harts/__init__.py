@@ -28,6 +28,7 @@ _HOME = {
     "MicroBatch": "harts.plan.microbatch",
     "CallPlan": "harts.plan.calls",
     "attach": "harts.models.tree_model",
+    "Kernels": "harts.models.kernels",
     "TreeModel": "harts.models.tree_model",
     "tiny_model": "harts.models.presets",
     "HartsError": "harts.errors",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from harts.data.write import write as write
     from harts.errors import HartsError as HartsError
     from harts.errors import UnsupportedModelError as UnsupportedModelError
+    from harts.models.kernels import Kernels as Kernels
     from harts.models.presets import tiny_model as tiny_model
     from harts.models.tree_model import TreeModel as TreeModel
     from harts.models.tree_model import attach as attach

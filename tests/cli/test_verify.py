@@ -279,3 +279,52 @@ def test_all_real_rollouts_pass_for_every_preset(
     outcome = run_harts("verify", tiny_tau, "--model", f"tiny:{model_type}", "--json")
     assert outcome.code == 0, outcome
     assert outcome.json["compression"] == pytest.approx(3.772, abs=1e-3)
+
+
+@pytest.mark.parametrize("model_type", [KDA_MOE, "qwen3_5", "llama"])
+def test_bfloat16_is_measured_against_the_expanded_runs_own_error(
+    run_harts: Run, rollouts: Path, model_type: str
+) -> None:
+    words = ["verify", rollouts, "--model", f"tiny:{model_type}", "--dtype", "bfloat16", "--json"]
+    outcome = run_harts(*words)
+    assert outcome.code == 0, outcome
+    result = outcome.json
+    assert 1e-4 < result["mean_abs_logprob_diff"] <= result["mean_tolerance"] < result["tolerance"]
+    assert 1e-3 < result["rel_all_grads_diff"] <= result["all_grads_tolerance"]
+    assert result["gradient_tolerance"] is None
+
+
+def test_a_tolerance_that_is_given_holds_in_bfloat16_too(run_harts: Run, rollouts: Path) -> None:
+    words = ["verify", rollouts, "--model", "tiny:llama", "--dtype", "bfloat16", "--json"]
+    outcome = run_harts(*words, "--tolerance", "1e-5")
+    assert outcome.code == 1
+    assert outcome.json["tolerance"] == 1e-5
+
+
+@pytest.mark.parametrize("tamper", [neighbouring_row, leaking_siblings, next_target])
+def test_a_wrong_view_does_not_pass_in_bfloat16(
+    run_harts: Run,
+    rollouts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tamper: Callable[[TreeView], TreeView],
+) -> None:
+    def build(*args: Any, **kwargs: Any) -> TreeView:
+        return tamper(build_tree_view(*args, **kwargs))
+
+    monkeypatch.setattr("harts.models.tree_model.build_tree_view", build)
+    words = ["verify", rollouts, "--model", "tiny:llama", "--dtype", "bfloat16", "--json"]
+    assert run_harts(*words).code == 1
+
+
+@pytest.mark.parametrize(("factor", "passed"), [(1.001, True), (1.1, False)])
+def test_gradients_that_are_ten_percent_off_do_not_pass_in_bfloat16(
+    rollouts: Path, monkeypatch: pytest.MonkeyPatch, factor: float, passed: bool
+) -> None:
+    def attach_wrongly(model: torch.nn.Module) -> Any:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: factor * gradient)
+        return attach(model)
+
+    monkeypatch.setattr("harts.train.verification.attach", attach_wrongly)
+    model = tiny_model("llama", vocab_size=24).bfloat16()
+    assert verify_model(model, read(rollouts)).passed is passed

@@ -7,7 +7,7 @@ direct child first. Nothing is shared with harts but the dataclasses that views 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from hypothesis import strategies as st
@@ -85,12 +85,18 @@ def chains_of(parents: list[int]) -> list[list[int]]:
 def gather_from(source: list[int], is_own: list[bool]) -> RowGather:
     own = {row: p for p, row in enumerate(source) if is_own[p]}
     extra = [p for p, row in enumerate(source) if row >= 0 and not is_own[p]]
-    return RowGather(
-        source=torch.tensor(source, dtype=torch.int64),
-        own=torch.tensor([own[row] for row in range(len(own))], dtype=torch.int64),
-        extra_packed=torch.tensor(extra, dtype=torch.int64),
-        extra_compact=torch.tensor([source[p] for p in extra], dtype=torch.int64),
-    )
+    repeated = sorted({source[p] for p in extra})
+    shown = [[own[row]] + [p for p in extra if source[p] == row] for row in repeated]
+    columns = {
+        "source": source,
+        "own": [own[row] for row in range(len(own))],
+        "extra_packed": extra,
+        "extra_compact": [source[p] for p in extra],
+        "repeated": repeated,
+        "shown_packed": [p for places in shown for p in places],
+        "shown_ptr": [0, *accumulate(len(places) for places in shown)],
+    }
+    return RowGather(**{k: torch.tensor(v, dtype=torch.int64) for k, v in columns.items()})
 
 
 def conv_view(parents: list[int], width: int) -> ConvView:
@@ -100,7 +106,22 @@ def conv_view(parents: list[int], width: int) -> ConvView:
         above = path_to(parents, parents[chain[0]])
         source += ([-1] * (width - 1) + above)[len(above) :] + chain
         is_own += [False] * (width - 1) + [True] * len(chain)
-    return ConvView(width, gather_from(source, is_own))
+    window, reads = [], {row: [] for row in range(len(parents))}
+    for row in range(len(parents)):
+        window.append(([-1] * width + path_to(parents, row))[-width:])
+        for tap, read in enumerate(window[-1]):
+            if read >= 0 and read != row - (width - 1 - tap):
+                reads[read].append(row * width + tap)
+    return ConvView(
+        width=width,
+        window=torch.tensor(window, dtype=torch.int32),
+        branch_rows=torch.tensor([row for row, r in reads.items() if r], dtype=torch.int32),
+        branch_ptr=torch.tensor(
+            [0, *accumulate(len(r) for r in reads.values() if r)], dtype=torch.int32
+        ),
+        branch_reads=torch.tensor([x for r in reads.values() for x in r], dtype=torch.int32),
+        extended=gather_from(source, is_own),
+    )
 
 
 @dataclass(frozen=True)

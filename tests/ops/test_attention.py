@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
+import sys
 from collections.abc import Iterator
 from unittest import mock
 
@@ -14,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harts.errors import ConfigError, HartsError
-from harts.ops.attention import tree_attention
+from harts.ops.attention import fa4, tree_attention
 from harts.ops.attention import views as views_module
+from harts.ops.attention.block_lists import BlockList, QueuedLists
 from harts.views.attention import AttentionView, ChainRows
 
 IMPLEMENTATIONS = ["views", "reference"]
@@ -345,6 +348,164 @@ def test_an_unknown_implementation_and_mixed_dtypes_are_refused() -> None:
         tree_attention(q, k, v, view=view, scale=1, impl="fast")  # type: ignore[arg-type]
     with pytest.raises(HartsError, match="want one floating dtype for all three"):
         tree_attention(q, k.float(), v, view=view, scale=1)
+
+
+def test_fa4_on_the_cpu_is_refused_in_one_line() -> None:
+    q = torch.ones(3, 2, 16)
+    with pytest.raises(ConfigError, match=r'"fa4" needs CUDA tensors.*use impl="views"') as error:
+        tree_attention(q, q, q, view=view_of([-1, 0, 1]), scale=1, impl="fa4")
+    assert "\n" not in str(error.value)
+
+
+def test_fa4_wants_the_release_it_was_written_for() -> None:
+    module = "harts.ops.attention.fa4_b36"
+    with (
+        mock.patch("importlib.metadata.version", return_value="4.0.0b20"),
+        mock.patch.dict(sys.modules),
+        pytest.raises(
+            ConfigError, match=r"needs flash-attn-4 4\.0\.0b36, found 4\.0\.0b20"
+        ) as error,
+    ):
+        sys.modules.pop(module, None)
+        importlib.import_module(module)
+    assert "pip install flash-attn-4==4.0.0b36" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (10, 3)])
+def test_fa4_names_what_it_cannot_train(capability: tuple[int, int]) -> None:
+    for widths in ((64, 64), (128, 128), (192, 128), (32, 32)):
+        assert not fa4.width_problem(capability, *widths, grouped=False)
+    for width in (64, 128):
+        assert not fa4.width_problem(capability, width, width, grouped=True)
+    for widths in ((16, 16), (80, 80), (64, 24), (264, 128), (512, 512)):
+        assert fa4.width_problem(capability, *widths, grouped=False)
+
+
+@pytest.mark.parametrize(
+    ("capability", "deterministic", "want"),
+    [
+        ((9, 0), True, None),
+        ((10, 0), True, fa4.MAX_FULL_BLOCKS_MASKED),
+        ((9, 0), False, 0),
+        ((10, 0), False, 0),
+    ],
+)
+def test_fa4_lists_blocks_as_the_kernel_of_the_device_visits_them(
+    capability: tuple[int, int], deterministic: bool, want: int | None
+) -> None:
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
+        assert fa4._max_full_blocks_masked(torch.device("cuda"), deterministic) == want
+
+
+def test_fa4_on_hopper_shares_keys_between_heads_only_at_equal_widths() -> None:
+    assert "as wide as" in fa4.width_problem((9, 0), 192, 128, grouped=True)
+    assert "no more than" in fa4.width_problem((9, 0), 64, 128, grouped=False)
+    assert not fa4.width_problem((9, 0), 256, 256, grouped=True)
+    assert fa4.width_problem((10, 0), 256, 256, grouped=False)
+
+
+# ---- FlashAttention-4 without a GPU: its kernels' contract over dense scores ----
+
+
+def listed_pairs(
+    end: torch.Tensor, masked: BlockList, full: BlockList, blocks: tuple[int, int], by_key: bool
+) -> torch.Tensor:
+    """(P, P), queries by keys, of what the lists make a kernel compute: no block twice."""
+    row = torch.arange(end.numel())
+    visible = (row <= row[:, None]) & (row[:, None] < end)
+    pairs = torch.zeros_like(visible)
+    for listed, mask in ((masked, visible), (full, torch.ones_like(visible))):
+        for owner, (count, indices) in enumerate(zip(listed.counts, listed.indices, strict=True)):
+            for other in indices[:count].tolist():
+                query, key = (other, owner) if by_key else (owner, other)
+                block = (
+                    slice(query * blocks[0], (query + 1) * blocks[0]),
+                    slice(key * blocks[1], (key + 1) * blocks[1]),
+                )
+                assert not pairs[block].any(), "a block is listed twice"
+                pairs[block] = mask[block]
+    return pairs
+
+
+def repeat_heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
+    return x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+class DenseLibrary:
+    """forward and backward of fa4_b36 in plain PyTorch, true to what the lists say."""
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        end: torch.Tensor,
+        partial: BlockList,
+        full: BlockList,
+        *,
+        blocks: tuple[int, int],
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = (repeat_heads(x, q.shape[1]) for x in (k, v))
+        pairs = listed_pairs(end, partial, full, blocks, by_key=False)
+        scores = torch.einsum("qhd,khd->hqk", q, key) * scale
+        scores = scores.masked_fill(~pairs, -torch.inf)
+        return torch.einsum("hqk,khv->qhv", scores.softmax(-1), value), scores.logsumexp(-1)
+
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        d_out: torch.Tensor,
+        lse: torch.Tensor,
+        end: torch.Tensor,
+        queue: QueuedLists,
+        *,
+        blocks: tuple[int, int],
+        scale: float,
+        deterministic: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert deterministic and 0 not in d_out.stride()
+        repeats = q.shape[1] // k.shape[1]
+        key, value = (repeat_heads(x, q.shape[1]) for x in (k, v))
+        none = BlockList(torch.zeros_like(queue.masked.counts), queue.masked.indices)
+        pairs = listed_pairs(end, queue.masked, queue.full or none, blocks, by_key=True)
+        scores = torch.einsum("qhd,khd->hqk", q, key) * scale - lse[..., None]
+        weights = scores.masked_fill(~pairs, -torch.inf).exp()
+        d_weights = torch.einsum("qhv,khv->hqk", d_out, value)
+        d_scores = weights * (d_weights - (out * d_out).sum(-1).T[..., None]) * scale
+        d_k, d_v = (
+            torch.einsum("hqk,qhw->khw", matrix, x).unflatten(1, (-1, repeats)).sum(2)
+            for matrix, x in ((d_scores, q), (weights, d_out))
+        )
+        return torch.einsum("hqk,khd->qhd", d_scores, key), d_k, d_v
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parents=parents_in_preorder(),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]),
+    blocks=st.sampled_from(
+        [fa4.Blocks((4, 4), (2, 3)), fa4.Blocks((8, 5), (4, 4)), fa4.Blocks((2, 2), (2, 6))]
+    ),
+    max_moved=st.sampled_from([0, 2, 100, None]),
+)
+def test_fa4_around_its_kernels_equals_the_trajectories(
+    parents: list[int], heads: tuple[int, int], blocks: fa4.Blocks, max_moved: int | None
+) -> None:
+    with mock.patch.multiple(
+        fa4,
+        _library=DenseLibrary,
+        _checked_blocks=lambda q, k, v: blocks,
+        _max_full_blocks_masked=lambda device, deterministic: max_moved,
+    ):
+        check_against_expanded_run(parents, "fa4", heads)
+        no_rows = AttentionView(torch.empty(0, dtype=torch.int32), ())
+        out = tree_attention(*draw_inputs(0), view=no_rows, scale=1, impl="fa4")
+    assert out.shape == (0, 4, 3)
 
 
 @pytest.mark.gpu

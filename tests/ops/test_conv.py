@@ -140,7 +140,7 @@ def test_wrong_shapes_and_activations_are_refused() -> None:
         run([x, weight, bias], view, activation="gelu")
     with pytest.raises(HartsError, match=r"want weight of \(5 channels, width 4\)"):
         run([x, weight[:, 1:], bias], view)
-    with pytest.raises(HartsError, match="compact rows, channels"):
+    with pytest.raises(HartsError, match="packed rows, channels"):
         run([x[1:], weight, bias], view)
     with pytest.raises(HartsError, match="one a channel"):
         run([x, weight, bias[1:]], view)

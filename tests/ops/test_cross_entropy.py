@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harts.errors import HartsError
+from harts.errors import ConfigError, HartsError
 from harts.ops.cross_entropy import mapped_log_probs
 from harts.views.logprobs import LogProbView
 
@@ -39,6 +39,10 @@ def view_of(scored: list[Scored]) -> LogProbView:
         head_row=torch.tensor([head_of_position[position] for position in order]).long(),
         original=torch.tensor(order, dtype=torch.int64),
         row_ptr=np.array(first, dtype=np.int64),
+        position_ptr=torch.tensor(first, dtype=torch.int64),
+        last_row=max((row for row, _ in heads), default=-1),
+        smallest_target=min((each.target for each in scored), default=0),
+        largest_target=max((each.target for each in scored), default=-1),
     )
 
 
@@ -308,8 +312,22 @@ def test_inputs_that_do_not_fit_are_refused_in_one_line() -> None:
         assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("impl", "message"),
+    [
+        ("fused", "impl 'fused' needs CUDA tensors, hidden is on cpu; use impl='reference'"),
+        ("quick", "impl is 'quick', want one of reference, fused"),
+    ],
+)
+def test_an_implementation_that_cannot_run_is_refused_in_one_line(impl: str, message: str) -> None:
+    hidden, weight, _ = draw_head(6, 7)
+    with pytest.raises(ConfigError) as error:
+        mapped_log_probs(hidden, weight, view=view_of([Scored(0, 3)]), impl=impl)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
 def on_cuda(view: LogProbView) -> LogProbView:
-    names = ("compact_row", "temperature", "target", "head_row", "original")
+    names = ("compact_row", "temperature", "target", "head_row", "original", "position_ptr")
     tensors = {name: getattr(view, name) for name in names}
     return replace(view, **{name: x if x is None else x.cuda() for name, x in tensors.items()})
 

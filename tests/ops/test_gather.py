@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.ops.linear_oracles import gather_from
 
 from harts.errors import HartsError
-from harts.ops.gather import gather_rows
+from harts.ops.gather import gather_rows, own_rows
 from harts.views.gather import RowGather
 
 
@@ -82,3 +82,23 @@ def test_the_same_gradient_twice_has_the_same_bits() -> None:
 def test_a_wrong_number_of_rows_is_refused() -> None:
     with pytest.raises(HartsError, match=r"shape \(4, 2\).* 3 compact rows"):
         gather_rows(torch.zeros(4, 2), gather_from([0, 1, 2], [True] * 3))
+
+
+@settings(max_examples=60, deadline=None)
+@given(gather=gathers(), trailing=st.sampled_from([(), (3,)]))
+def test_own_rows_undo_the_gather_and_give_the_others_no_gradient(
+    gather: RowGather, trailing: tuple[int, ...]
+) -> None:
+    num_packed = len(gather.source)
+    x = torch.randn(num_packed, *trailing, dtype=torch.float64, requires_grad=True)
+    chosen = own_rows(x, gather)
+    assert torch.equal(chosen, x[gather.own])
+    weight = torch.randn(chosen.shape, dtype=torch.float64)
+    (grad,) = torch.autograd.grad(chosen, x, weight)
+    (expected,) = torch.autograd.grad(x[gather.own], x, weight)
+    assert torch.equal(grad, expected)
+
+
+def test_own_rows_of_a_wrong_number_of_rows_are_refused() -> None:
+    with pytest.raises(HartsError, match=r"shape \(2, 2\).* 3 packed rows"):
+        own_rows(torch.zeros(2, 2), gather_from([0, 1, 1], [True, True, False]))

@@ -19,7 +19,7 @@ from tests.ops.linear_oracles import (
 
 from harts.errors import ConfigError, HartsError
 from harts.ops.gather import gather_rows
-from harts.ops.linear_attention import chunk_kda
+from harts.ops.linear_attention import KdaGate, chunk_kda, log_decay_of
 from harts.views.linear import LinearView
 
 Inputs = list[torch.Tensor]
@@ -392,12 +392,12 @@ def bytes_kept_for_backward(num_rows: int) -> int:
 # ---- guards of these tests, and refusals ----
 
 
-@pytest.mark.parametrize("field", ["grid_row", "start_state", "own", "extra_compact", "source"])
+@pytest.mark.parametrize("field", ["grid_row", "start_state", "own", "shown_packed", "source"])
 def test_the_comparison_notices_a_wrong_index(field: str) -> None:
     """The inputs above must be able to tell a wrong view from the right one."""
     inputs = drawn_inputs(len(BRANCHING))
     view = linear_view(BRANCHING, B).view
-    in_gather = field in ("own", "extra_compact", "source")
+    in_gather = field in ("own", "shown_packed", "source")
     wrong = getattr(view.packed if in_gather else view, field).clone()
     wrong[[-1, -2]] = wrong[[-2, 0]]
     if in_gather:
@@ -406,6 +406,40 @@ def test_the_comparison_notices_a_wrong_index(field: str) -> None:
         mutated = replace(view, **{field: wrong})
     right, moved = (results_of(*run(inputs, v), inputs) for v in (view, mutated))
     assert max(largest_error(m, r) for m, r in zip(moved, right, strict=True)) > 1e-6
+
+
+@pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "bounded"])
+def test_a_learned_gate_is_its_formula_in_outputs_and_gradients(lower_bound: float | None) -> None:
+    q, k, v, raw, beta = drawn_inputs(len(BRANCHING))
+    generator = torch.Generator().manual_seed(2)
+    rate, offset = (
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in [(2,), (2, 5)]
+    )
+    view = linear_view(BRANCHING, B).view
+    packed = [gather_rows(x, view.packed) for x in (q, k, v, raw, beta)]
+    output, states = chunk_kda(*packed, view=view, gate=KdaGate(rate, offset, lower_bound))
+    if lower_bound is None:
+        decay = -rate.exp()[:, None] * (1 + (raw + offset).exp()).log()
+    else:
+        decay = lower_bound / (1 + (-rate.exp()[:, None] * (raw + offset)).exp())
+    torch.testing.assert_close(log_decay_of(raw, KdaGate(rate, offset, lower_bound)), decay)
+    expected_output, expected_states = run([q, k, v, decay, beta], view)
+    torch.testing.assert_close(output.index_select(0, view.packed.own), expected_output)
+    leaves = [q, k, v, raw, beta, rate, offset]
+    grads = torch.autograd.grad(output[view.packed.own].sum() + states.sum(), leaves)
+    expected = torch.autograd.grad(expected_output.sum() + expected_states.sum(), leaves)
+    for grad, expected_grad in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-9, atol=1e-11)
+
+
+def test_a_gate_that_does_not_fit_is_refused() -> None:
+    inputs, view = drawn_inputs(len(BRANCHING)), linear_view(BRANCHING, B).view
+    packed = [gather_rows(x, view.packed) for x in inputs]
+    with pytest.raises(HartsError, match="do not fit a gate input"):
+        chunk_kda(*packed, view=view, gate=KdaGate(torch.zeros(2), torch.zeros(2, 4)))
+    with pytest.raises(HartsError, match="it must be negative"):
+        chunk_kda(*packed, view=view, gate=KdaGate(torch.zeros(2), torch.zeros(2, 5), 1.0))
 
 
 def test_wrong_shapes_options_and_states_are_refused_in_one_line() -> None:

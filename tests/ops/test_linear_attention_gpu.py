@@ -20,7 +20,7 @@ from tests.ops.test_linear_attention import NAMES, drawn_inputs, largest_error, 
 from harts.data.synthetic import agent_batch
 from harts.errors import ConfigError, HartsError
 from harts.ops.gather import gather_rows
-from harts.ops.linear_attention import chunk_kda
+from harts.ops.linear_attention import KdaGate, chunk_kda, log_decay_of
 from harts.plan.planner import plan_step
 from harts.views.linear import LinearView
 from harts.views.tree import build_tree_view
@@ -297,6 +297,62 @@ def test_the_same_inputs_twice_give_the_same_bits(
     first = once()
     for name, a, b in zip((*NAMES, "external"), first, once(), strict=True):
         assert torch.equal(a, b), f"{name} differs between two runs"
+
+
+@each(*on_gpu)
+@pytest.mark.parametrize("lower_bound", [None, -5.0], ids=["softplus", "bounded"])
+def test_a_learned_gate_errs_at_most_twice_as_much_as_its_decay_given(
+    lower_bound: float | None,
+) -> None:
+    """Gate and its gradients in fla's kernels against the decay made by PyTorch in float32."""
+    view, external = tree_with_external_states(1)
+    inputs = inputs_of(TREE, torch.bfloat16)
+    generator = torch.Generator().manual_seed(3)
+    raw = torch.randn(len(TREE), 2, 128, generator=generator).bfloat16()
+    learned = [torch.randn(2, generator=generator) * 0.3, torch.randn(2, 128, generator=generator)]
+
+    def results(dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+        wide = dtype == torch.float64
+        given = [x.detach().to(dtype if wide else x.dtype) for x in inputs]
+        given[3] = raw.cuda().to(dtype if wide else raw.dtype)
+        rate, offset = (x.cuda().to(dtype if wide else x.dtype).requires_grad_() for x in learned)
+        leaves = [x.requires_grad_() for x in given]
+        gate = KdaGate(rate, offset, lower_bound)
+        if options.pop("outside", False):
+            packed = [gather_rows(x, view.packed) for x in leaves]
+            packed[3] = log_decay_of(packed[3], gate)
+            start = external.detach()
+            output, states = chunk_kda(*packed, view=view, initial_states=start, **options)
+            output = output.index_select(0, view.packed.own)
+        else:
+            start = external.detach().to(dtype) if wide else external.detach()
+            output, states = run(leaves, view, start, gate=gate, **options)
+        return [x.cpu() for x in results_of(output.cpu(), states.cpu(), [*leaves, rate, offset])]
+
+    actual = results(torch.bfloat16, impl="scan")
+    safe = lower_bound is not None
+    other = results(torch.bfloat16, impl="scan", outside=True, safe_gate=safe)
+    exact = results(torch.float64)
+    names = (*NAMES, "log_rate", "offset")
+    for name, a, o, e in zip(names, actual, other, exact, strict=True):
+        error = largest_error(a, e)
+        bound = 2 * largest_error(o, e) + torch.finfo(torch.bfloat16).eps
+        assert error <= bound, f"{name}: {error:.2e} > {bound:.2e}"
+
+
+@each(*on_gpu)
+@cases
+def test_kept_intermediates_change_no_bit(
+    dtype: torch.dtype, group: int, scalar_gate: bool
+) -> None:
+    view, external = tree_with_external_states(group)
+    inputs = inputs_of(TREE, dtype, group, scalar_gate)
+    little, much = (
+        all_results(inputs, view, external, impl="scan", keep_intermediates=keep)
+        for keep in (False, True)
+    )
+    for name, a, b in zip((*NAMES, "external"), little, much, strict=True):
+        assert torch.equal(a, b), f"{name} differs where intermediates are kept"
 
 
 @each(*on_gpu)

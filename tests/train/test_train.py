@@ -8,80 +8,28 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import harts
-from harts.cli.config import read_config
 from harts.data.synthetic import SyntheticOptions, generate
 from harts.errors import CheckpointError, ConfigError
 from harts.train import checkpoint as checkpoints
 from harts.train.sampling import GroupSampler, unshared, with_advantages
 from harts.train.trainer import train
-from tests.families import KDA_MOE
+from tests.train.conftest import equal_bits, read_metrics, saved_weights, write_config
 
 TOKENS = Path(__file__).parents[3] / "shared" / "rollouts" / "tokens"
-
-
-@pytest.fixture(scope="module")
-def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
-    options = SyntheticOptions(
-        tasks=3, rollouts=3, turns=3, system_tokens=40, turn_tokens=12, observation_tokens=12
-    )
-    harts.write(generate(options), path)
-    return path
-
-
-def _config(tmp_path: Path, rollouts: Path, *overrides: str) -> Any:
-    file = tmp_path / "run.toml"
-    file.write_text(
-        f"""
-[data]
-path = "{rollouts}"
-groups_per_step = 2
-[plan]
-capacity = 600
-[model]
-path = "tiny:{KDA_MOE}"
-[objective]
-advantages = "group"
-load_balancing = 1e-3
-router_z = 1e-4
-expert_bias_rate = 1e-2
-[train]
-steps = 4
-learning_rate = 1e-3
-[output]
-dir = "{tmp_path / "run"}"
-checkpoint_every = 2
-"""
-    )
-    return read_config(str(file), list(overrides))
-
-
-def _metrics(tmp_path: Path) -> list[dict[str, Any]]:
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def _weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    from harts.models.load import load_model
-
-    folder = run_dir / "checkpoints" / f"step-{step:06d}"
-    model = load_model(str(folder), vocab_size=1, seed=0, dtype=torch.float32)
-    return dict(model.state_dict())
 
 
 def test_every_step_equals_the_expanded_step(tmp_path: Path, rollouts: Path) -> None:
     tree_dir, expanded_dir = tmp_path / "tree", tmp_path / "expanded"
     tree_dir.mkdir(), expanded_dir.mkdir()
     bonus = "objective.entropy_coefficient=0.1"  # without it the on-policy loss is a constant
-    train(_config(tree_dir, rollouts, bonus))
-    train(_config(expanded_dir, rollouts, bonus, "plan.sharing=expanded"))
-    for tree, expanded in zip(_metrics(tree_dir), _metrics(expanded_dir), strict=True):
+    train(write_config(tree_dir, rollouts, bonus))
+    train(write_config(expanded_dir, rollouts, bonus, "plan.sharing=expanded"))
+    for tree, expanded in zip(read_metrics(tree_dir), read_metrics(expanded_dir), strict=True):
         assert tree["policy_loss"] == pytest.approx(expanded["policy_loss"], abs=1e-5)
         assert tree["log_prob"] == pytest.approx(expanded["log_prob"], abs=1e-5)
         assert tree["grad_norm"] == pytest.approx(expanded["grad_norm"], rel=1e-3)
@@ -91,33 +39,33 @@ def test_every_step_equals_the_expanded_step(tmp_path: Path, rollouts: Path) -> 
 def test_recomputation_gives_the_same_run_bit_for_bit(tmp_path: Path, rollouts: Path) -> None:
     kept, recomputed = tmp_path / "kept", tmp_path / "recomputed"
     kept.mkdir(), recomputed.mkdir()
-    train(_config(kept, rollouts))
-    train(_config(recomputed, rollouts, "train.recompute=full"))
-    assert _equal(_weights(kept / "run", 4), _weights(recomputed / "run", 4))
+    train(write_config(kept, rollouts))
+    train(write_config(recomputed, rollouts, "train.recompute=full"))
+    assert equal_bits(saved_weights(kept / "run", 4), saved_weights(recomputed / "run", 4))
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, rollouts: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(), cut.mkdir()
-    train(_config(whole, rollouts))
-    train(_config(cut, rollouts, "train.steps=2"))
+    train(write_config(whole, rollouts))
+    train(write_config(cut, rollouts, "train.steps=2"))
     # what a kill leaves behind: a half-written checkpoint and lines after the last whole one
     partial = cut / "run" / "checkpoints" / ".step-000004.partial"
     partial.mkdir()
     (partial / "position.json").write_text("{")
     with (cut / "run" / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "loss": 9.0}) + "\n" + '{"step": 4, "lo')
-    train(_config(cut, rollouts), resume=True)
-    assert _equal(_weights(whole / "run", 4), _weights(cut / "run", 4))
-    lines = _metrics(cut)
+    train(write_config(cut, rollouts), resume=True)
+    assert equal_bits(saved_weights(whole / "run", 4), saved_weights(cut / "run", 4))
+    lines = read_metrics(cut)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert [line["loss"] for line in lines] == [line["loss"] for line in _metrics(whole)]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in read_metrics(whole)]
 
 
 def test_a_run_killed_by_a_signal_resumes_from_its_last_complete_checkpoint(
     tmp_path: Path, rollouts: Path
 ) -> None:
-    _config(tmp_path, rollouts)
+    write_config(tmp_path, rollouts)
     command = [sys.executable, "-m", "harts.cli.main", "train", str(tmp_path / "run.toml")]
     long_run = [*command, "train.steps=500", "output.checkpoint_every=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -134,31 +82,31 @@ def test_a_run_killed_by_a_signal_resumes_from_its_last_complete_checkpoint(
     found = checkpoints.latest_checkpoint(tmp_path / "run")
     assert found is not None and found.step >= 2
     stop = found.step + 1
-    train(_config(tmp_path, rollouts, f"train.steps={stop}"), resume=True)
-    assert [line["step"] for line in _metrics(tmp_path)] == list(range(1, stop + 1))
+    train(write_config(tmp_path, rollouts, f"train.steps={stop}"), resume=True)
+    assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, stop + 1))
 
 
 def test_old_checkpoints_are_dropped_and_the_newest_kept(tmp_path: Path, rollouts: Path) -> None:
-    train(_config(tmp_path, rollouts, "output.checkpoint_every=1", "output.keep=2"))
+    train(write_config(tmp_path, rollouts, "output.checkpoint_every=1", "output.keep=2"))
     names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step-000003", "step-000004"]
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, rollouts: Path) -> None:
-    train(_config(tmp_path, rollouts, "train.steps=1"))
+    train(write_config(tmp_path, rollouts, "train.steps=1"))
     with pytest.raises(ConfigError, match="holds a run of 1 steps; go on with --resume"):
-        train(_config(tmp_path, rollouts))
+        train(write_config(tmp_path, rollouts))
 
 
 def test_resuming_with_another_configuration_is_refused(tmp_path: Path, rollouts: Path) -> None:
-    train(_config(tmp_path, rollouts, "train.steps=1"))
+    train(write_config(tmp_path, rollouts, "train.steps=1"))
     with pytest.raises(CheckpointError, match=r"train.learning_rate is 0.5, the run in .* 0.001"):
-        train(_config(tmp_path, rollouts, "train.learning_rate=0.5"), resume=True)
+        train(write_config(tmp_path, rollouts, "train.learning_rate=0.5"), resume=True)
 
 
 def test_expert_biases_move_by_the_rate(tmp_path: Path, rollouts: Path) -> None:
-    train(_config(tmp_path, rollouts, "train.steps=1"))
-    biases = {k: v for k, v in _weights(tmp_path / "run", 1).items() if "correction_bias" in k}
+    train(write_config(tmp_path, rollouts, "train.steps=1"))
+    biases = {k: v for k, v in saved_weights(tmp_path / "run", 1).items() if "correction_bias" in k}
     assert len(biases) == 3
     for bias in biases.values():
         moved = bias[bias != 0].abs()
@@ -172,7 +120,11 @@ def test_expert_biases_move_by_the_rate(tmp_path: Path, rollouts: Path) -> None:
         ("trian.steps=1", "section 'trian' is unknown; did you mean train?"),
         ("train.steps=1.5", "train.steps is 1.5; it must be a valid integer"),
         ("train.steps=true", "train.steps is True; it must be a valid integer"),
-        ("train.recompute=half", "train.recompute is 'half'; it must be 'none' or 'full'"),
+        ("train.recompute=half", "train.recompute is 'half'; it must be 'none', 'selective' or"),
+        ("train.recompute=selective", "train.recompute_layers is None with train.recompute="),
+        ("train.recompute_layers=2", "train.recompute_layers is 2 with train.recompute='none'"),
+        ("train.device=gpu", "train.device is 'gpu'; it must be 'auto', 'cpu' or 'cuda'"),
+        ("model.dtype=float16", "model.dtype is 'float16'; it must be 'float32', 'float64' or"),
         ("train.betas=[0.9]", "train.betas is (0.9,);"),
         ("objective.clip_hgih=1", "objective.clip_hgih is unknown; did you mean clip_high?"),
         ("objective.name=groop", "objective.name is 'groop'; it must be 'grpo'"),
@@ -185,7 +137,7 @@ def test_a_wrong_option_is_one_line(
     tmp_path: Path, rollouts: Path, override: str, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        _config(tmp_path, rollouts, override)
+        write_config(tmp_path, rollouts, override)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -205,14 +157,14 @@ def test_an_option_that_does_not_fit_is_refused_before_anything_is_written(
     tmp_path: Path, rollouts: Path, overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        train(_config(tmp_path, rollouts, *overrides))
+        train(write_config(tmp_path, rollouts, *overrides))
     assert message in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
 def test_unknown_keys_are_reported_before_wrong_values(tmp_path: Path, rollouts: Path) -> None:
     with pytest.raises(ConfigError, match=r"output\.folder is unknown"):
-        _config(tmp_path, rollouts, "train.steps=x", "output.folder=y")
+        write_config(tmp_path, rollouts, "train.steps=x", "output.folder=y")
 
 
 def test_steps_take_whole_groups_and_every_epoch_sees_each_once() -> None:
@@ -246,7 +198,7 @@ def test_real_rollouts_train_as_their_expanded_run(tmp_path: Path) -> None:
         folder = tmp_path / sharing
         folder.mkdir()
         train(
-            _config(
+            write_config(
                 folder,
                 data,
                 "data.groups_per_step=1",
@@ -257,10 +209,6 @@ def test_real_rollouts_train_as_their_expanded_run(tmp_path: Path) -> None:
                 f"plan.sharing={sharing}",
             )
         )
-        losses.append([[line["policy_loss"], line["log_prob"]] for line in _metrics(folder)])
+        losses.append([[line["policy_loss"], line["log_prob"]] for line in read_metrics(folder)])
     for tree, expanded in zip(*losses, strict=True):
         assert tree == pytest.approx(expanded, abs=1e-5)
-
-
-def _equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[k], v) for k, v in right.items())

@@ -80,7 +80,7 @@ def truth_of(microbatch) -> Truth:
 
 
 def check_gather(gather, num_rows):
-    for tensor in (gather.source, gather.own, gather.extra_packed, gather.extra_compact):
+    for tensor in vars(gather).values():
         assert tensor.dtype == torch.int64 and tensor.ndim == 1
     source, own = gather.source.tolist(), gather.own.tolist()
     assert all(-1 <= row < num_rows for row in source)
@@ -91,6 +91,12 @@ def check_gather(gather, num_rows):
     extra = [p for p, row in enumerate(source) if row >= 0 and p not in is_own]
     assert gather.extra_packed.tolist() == extra
     assert gather.extra_compact.tolist() == [source[p] for p in extra]
+    repeated = sorted({source[p] for p in extra})
+    assert gather.repeated.tolist() == repeated
+    shown = [[own[row]] + [p for p in extra if source[p] == row] for row in repeated]
+    assert gather.shown_packed.tolist() == [p for places in shown for p in places]
+    ptr = gather.shown_ptr.tolist()
+    assert ptr[0] == 0 and [b - a for a, b in pairwise(ptr)] == [len(places) for places in shown]
 
 
 def check_linear(view, truth, *, chunk_size, num_rounds):
@@ -224,18 +230,45 @@ def _run_levels(view, truth, chains, state_of_slot):
     assert [pool[index] for index in produced] == [state_of_slot[s] for s in range(len(produced))]
 
 
-def check_conv(view, truth, *, width):
+def check_conv(view, linear, truth, *, width):
     assert view.width == width
-    check_gather(view.extended, truth.num_rows)
+    shows, own_place = linear.packed.source.tolist(), linear.packed.own.tolist()
+    check_gather(view.extended, len(shows))
+    _check_windows(view, shows, own_place, linear.cu_seqlens.tolist(), truth)
     source, own = view.extended.source.tolist(), view.extended.own.tolist()
     read = set()
-    for row in range(truth.num_rows):
-        window = range(own[row] - width + 1, own[row] + 1)
+    for place in range(len(shows)):
+        window = range(own[place] - width + 1, own[place] + 1)
         assert window[0] >= 0
-        wanted = [ZERO] * width + truth.path(row)
-        assert [source[place] for place in window] == wanted[-width:]
+        assert [source[at] for at in window] == view.window[place].tolist()
         read |= set(window)
     assert read == set(range(len(source))), "no row that no window reads"
+
+
+def _check_windows(view, shows, own_place, cu_seqlens, truth):
+    """Each window shows the last rows of the path, in the own chain or at their own places."""
+    width = view.width
+    tables = (view.window, view.branch_rows, view.branch_ptr, view.branch_reads)
+    assert all(table.dtype == torch.int32 for table in tables)
+    window = view.window.tolist()
+    first_of_chain = {p: begin for begin, end in pairwise(cu_seqlens) for p in range(begin, end)}
+    readers: list[list[int]] = [[] for _ in shows]
+    for p, row in enumerate(shows):
+        path = [ZERO] * width + truth.path(row)
+        for tap, wanted in enumerate(path[-width:]):
+            place, neighbour = window[p][tap], p - (width - 1 - tap)
+            if wanted == ZERO:
+                assert place == -1
+                continue
+            in_chain = neighbour >= first_of_chain[p]
+            assert place == (neighbour if in_chain else own_place[wanted])
+            assert shows[place] == wanted
+            if place != neighbour:
+                readers[place].append(p * width + tap)
+    assert view.branch_rows.tolist() == [row for row, r in enumerate(readers) if r]
+    ptr = view.branch_ptr.tolist()
+    assert ptr[0] == 0 and [b - a for a, b in pairwise(ptr)] == [len(r) for r in readers if r]
+    assert view.branch_reads.tolist() == [read for r in readers for read in r]
 
 
 def check_attention(view, truth):
@@ -311,7 +344,7 @@ def check_tree_view(view, microbatch, *, temperatures=None):
         num_rounds=microbatch.calls.num_rounds,
     )
     for width, conv in view.conv.items():
-        check_conv(conv, truth, width=width)
+        check_conv(conv, view.linear, truth, width=width)
     check_logprobs(view.logprobs, truth, temperatures)
     # attention and linear attention cut the rows into the same chains
     cu = view.linear.cu_seqlens.tolist()

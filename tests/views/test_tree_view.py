@@ -137,6 +137,29 @@ def test_a_batch_without_scored_positions_needs_no_head_rows():
     check_tree_view(view_of(microbatch), microbatch)
 
 
+def check_logprobs_on_both_sides(view, truth, temperatures=None):
+    """The view, and what it holds on the host of its tensors and on the device of row_ptr."""
+    check_logprobs(view, truth, temperatures)
+    assert view.position_ptr.dtype == torch.int64
+    assert view.position_ptr.tolist() == view.row_ptr.tolist()
+    scored = [
+        (rows[t - 1], tokens[t])
+        for rows, tokens, mask in zip(truth.rows_of, truth.tokens_of, truth.masks_of, strict=True)
+        for t in range(len(mask))
+        if mask[t]
+    ]
+    assert view.last_row == max((row for row, _ in scored), default=-1)
+    assert view.smallest_target == min((token for _, token in scored), default=0)
+    assert view.largest_target == max((token for _, token in scored), default=-1)
+
+
+@some
+@given(trajectory_batches())
+def test_the_host_knows_the_extremes_of_rows_and_targets(batch):
+    for microbatch in microbatches_of(batch, 4, capacity=20):
+        check_logprobs_on_both_sides(view_of(microbatch).logprobs, truth_of(microbatch))
+
+
 def test_several_labels_at_one_row_share_one_head_row():
     (microbatch,) = microbatches_of(batch_of([[5, k] for k in range(7)]), 4)
     view = view_of(microbatch).logprobs
@@ -230,9 +253,18 @@ def checks_of(microbatch, view):
             view.linear,
             lambda part: check_linear(part, truth, chunk_size=4, num_rounds=num_rounds),
         ),
-        "conv of width 2": (view.conv[2], lambda part: check_conv(part, truth, width=2)),
-        "conv of width 4": (view.conv[4], lambda part: check_conv(part, truth, width=4)),
-        "logprobs": (view.logprobs, lambda part: check_logprobs(part, truth, temperatures)),
+        "conv of width 2": (
+            view.conv[2],
+            lambda part: check_conv(part, view.linear, truth, width=2),
+        ),
+        "conv of width 4": (
+            view.conv[4],
+            lambda part: check_conv(part, view.linear, truth, width=4),
+        ),
+        "logprobs": (
+            view.logprobs,
+            lambda part: check_logprobs_on_both_sides(part, truth, temperatures),
+        ),
     }
 
 

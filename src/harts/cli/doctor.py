@@ -6,11 +6,12 @@ import argparse
 import platform
 from collections import Counter
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 import harts
 from harts.cli.output import Rows, print_result, stdout_kept_for_results
+from harts.errors import HartsError
 
 _PACKAGES = (
     "torch",
@@ -26,6 +27,12 @@ _PACKAGES = (
     "pydantic",
     "peft",
 )
+
+_KERNELS = {
+    "linear-attention scan kernels": "harts.ops.linear_attention.scan",
+    "FlashAttention-4": "harts.ops.attention.fa4_b36",
+    "fused convolution, norms, experts and log-probs": "harts.ops.norm.kernels",
+}
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,7 @@ def _capabilities(
     hf = needs("train on CPU", "transformers", "hf", "reference implementations, float32, float64")
     on_gpu = Capability("train on GPU", False, device_problem or hf.detail)
     if devices and hf.usable:
-        on_gpu = Capability("train on GPU", True, "reference implementations only, no kernels yet")
+        on_gpu = Capability("train on GPU", True, "fast kernels in bfloat16, else the reference")
     return [
         Capability("read JSON lines", True, "also .gz and .xz"),
         needs("read JSON lines faster", "orjson", "data", "orjson"),
@@ -98,15 +105,19 @@ def _capabilities(
         on_gpu,
         needs("LoRA", "peft", "dev", "peft; leave lm_head out of the targets"),
         needs("harts train", "pydantic", "cli", "pydantic"),
-        _not_implemented("linear-attention scan kernels"),
-        _not_implemented("FlashAttention-4"),
+        *(_kernels(name, module, device_problem) for name, module in _KERNELS.items()),
     ]
 
 
-def _not_implemented(name: str) -> Capability:
-    return Capability(
-        name, False, f"not implemented in harts {harts.__version__}; the reference runs instead"
-    )
+def _kernels(name: str, module: str, device_problem: str) -> Capability:
+    """Whether fast kernels could run here: there is a GPU, and their packages import."""
+    if device_problem:
+        return Capability(name, False, device_problem)
+    try:
+        import_module(module)
+    except HartsError as error:
+        return Capability(name, False, str(error))
+    return Capability(name, True, "used for bfloat16 models on the GPU")
 
 
 def _families(hf: Capability) -> Capability:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,6 +68,7 @@ def _verify(model: nn.Module, batch: TrajectoryBatch, args: argparse.Namespace) 
 def _rows(result: Verification, model: Any, args: argparse.Namespace) -> Rows:
     summary, batch = result.summary(), result.plan.batch
     parameters = sum(p.numel() for p in model.parameters())
+    found, allowed = result.differences, result.allowed
     where = f"{batch.name_of(result.worst_trajectory)}, position {result.worst_position}"
     return [
         ("model", f"{type(model).__name__}, {parameters:,} parameters, {args.dtype}"),
@@ -84,16 +86,18 @@ def _rows(result: Verification, model: Any, args: argparse.Namespace) -> Rows:
         (
             "log-probs",
             f"max difference {result.max_abs_logprob_diff:.2e} at {where}; "
-            f"mean {result.mean_abs_logprob_diff:.2e}; tolerance {args.tolerance:g}",
+            f"mean {found.mean_log_prob:.2e}; "
+            f"{_tolerances(allowed.max_log_prob, allowed.mean_log_prob)}",
         ),
         (
             "entropy",
-            f"max difference {result.max_abs_entropy_diff:.2e}; tolerance {args.tolerance:g}",
+            f"max difference {found.max_entropy:.2e}; {_tolerances(allowed.max_entropy)}",
         ),
         (
             "gradients",
             f"max relative difference {result.max_rel_grad_diff:.2e} in {result.worst_parameter}; "
-            f"tolerance {args.gradient_tolerance:g}",
+            f"of all together {found.all_gradients:.2e}; "
+            f"{_tolerances(allowed.parameter_gradient, allowed.all_gradients)}",
         ),
         (
             "time",
@@ -102,3 +106,9 @@ def _rows(result: Verification, model: Any, args: argparse.Namespace) -> Rows:
         ),
         ("passed", "yes" if result.passed else "NO"),
     ]
+
+
+def _tolerances(*limits: float) -> str:
+    """The limits in the order of the differences before them; inf is none."""
+    named = ", ".join("any" if math.isinf(limit) else f"{limit:.3g}" for limit in limits)
+    return f"{'tolerance' if len(limits) == 1 else 'tolerances'} {named}"

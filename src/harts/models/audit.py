@@ -64,20 +64,21 @@ def audit(model: nn.Module, family: Family) -> tuple[LayerFinding, ...]:
 
 
 def _treatment(module: nn.Module, family: Family) -> str | None:
-    for original, tree_class in family.linear_mixers.items():
-        if type(module) in (original, tree_class):
-            return "tree linear attention"
-    if type(module) in family.attention:
+    kind = family.kind_of(module)
+    if kind in family.linear_mixers:
+        return "tree linear attention"
+    if kind in family.attention:
         return "tree attention"
-    if type(module) in family.routers:
-        return f"{family.routers[type(module)]} router, weighted by multiplicity"
+    if kind in family.routers:
+        return f"{family.routers[kind]} router, weighted by multiplicity"
     return None
 
 
 def _is_token_wise(
     name: str, module: nn.Module, model: nn.Module, family: Family, mixers: tuple[type, ...]
 ) -> bool:
-    if type(module) in (*family.token_wise, *family.architectures, *_TOKEN_WISE, *_ACTIVATIONS):
+    allowed = (*family.token_wise, *family.architectures, *_TOKEN_WISE, *_ACTIVATIONS)
+    if family.kind_of(module) in allowed:
         return True
     if type(module) is nn.Dropout:
         return module.p == 0.0 or not isinstance(model.get_submodule(_parent(name)), mixers)

@@ -15,8 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from harts.errors import UnsupportedModelError
+from harts.models.tree_run import TreeRun
 from harts.ops.attention import tree_attention
-from harts.views.tree import TreeView
 
 IMPLEMENTATION = "harts"
 
@@ -29,7 +29,7 @@ def tree_attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    tree: TreeView | None = None,
+    tree: TreeRun | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -49,8 +49,10 @@ def tree_attention_forward(
         )
     output = tree_attention(
         *(x[0].transpose(0, 1) for x in (query, key, value)),
-        view=tree.attention,
+        view=tree.view.attention,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        impl=tree.kernels.attention,
+        deterministic=tree.kernels.deterministic,
     )
     return output[None], None
 

@@ -1,51 +1,89 @@
-"""The part that all linear-attention layers share: convolution and core over a tree.
+"""The parts that all linear-attention layers share.
 
-Legend: C compact rows, H key heads, G value heads, K key width, V value width.
+A layer runs on the packed rows of `LinearView`: chains one after another, each with its replay in
+front. It gathers its input into them once and takes its own rows out of its last projection, so
+that between the two it is an ordinary packed layer; only convolution and core know the tree.
+
+Legend: C compact rows, P packed rows, H key heads, G value heads, K key width, V value width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
+from harts.models.tree_run import TreeRun
 from harts.ops.conv import causal_conv
-from harts.ops.gather import gather_rows
-from harts.ops.linear_attention import chunk_kda
-from harts.views.tree import TreeView
+from harts.ops.gather import gather_rows, own_rows
+from harts.ops.linear_attention import KdaGate, chunk_kda
+
+
+def pack(hidden_states: torch.Tensor, tree: TreeRun) -> torch.Tensor:
+    """(1, C, D) -> (P, D)."""
+    return gather_rows(hidden_states[0], tree.view.linear.packed)
+
+
+def unpack(output: torch.Tensor, tree: TreeRun) -> torch.Tensor:
+    """(P, D) -> (1, C, D): the rows at their own places; replay has no output."""
+    return own_rows(output, tree.view.linear.packed)[None]
 
 
 def convolve(
-    mixed: torch.Tensor, conv1d: nn.Conv1d, activation: str, tree: TreeView
-) -> torch.Tensor:
-    """The depthwise causal convolution of a layer over compact rows; mixed (C, D) -> (C, D)."""
-    view = tree.conv[conv1d.kernel_size[0]]
-    return causal_conv(
-        mixed, conv1d.weight.squeeze(1), conv1d.bias, view=view, activation=activation
-    )
+    streams: Sequence[torch.Tensor],
+    conv1d: nn.Conv1d,
+    activation: Any,
+    tree: TreeRun,
+    *,
+    unit_widths: Sequence[int | None],
+) -> list[torch.Tensor]:
+    """One depthwise causal convolution over several streams (P, D_i), whose channels it joins.
+
+    unit_widths: for each stream the width of heads that are scaled to length one, or None.
+    """
+    view = tree.view.conv[conv1d.kernel_size[0]]
+    widths = [stream.shape[1] for stream in streams]
+    taps = conv1d.weight.squeeze(1).split(widths)
+    biases = [None] * len(widths) if conv1d.bias is None else conv1d.bias.split(widths)
+    return [
+        causal_conv(
+            stream,
+            weight,
+            bias,
+            view=view,
+            activation=activation,
+            unit_width=unit_width,
+            impl=tree.kernels.convolution,
+        )
+        for stream, weight, bias, unit_width in zip(streams, taps, biases, unit_widths, strict=True)
+    ]
 
 
 def linear_core(
-    q_CHK: torch.Tensor,
-    k_CHK: torch.Tensor,
-    v_CGV: torch.Tensor,
-    log_decay_CGK: torch.Tensor,
-    beta_CG: torch.Tensor,
-    tree: TreeView,
+    q_PHK: torch.Tensor,
+    k_PHK: torch.Tensor,
+    v_PGV: torch.Tensor,
+    log_decay_PGK: torch.Tensor,
+    beta_PG: torch.Tensor,
+    tree: TreeRun,
+    gate: KdaGate | None = None,
 ) -> torch.Tensor:
-    """The (gated) delta rule over compact rows, (C, G, V); q and k are l2-normalised here.
+    """The (gated) delta rule over packed rows, (P, G, V); q and k have length one.
 
-    log_decay has last dimension 1 for a gate that is equal over the key width (GDN).
+    log_decay has last dimension 1 for a gate that is equal over the key width (GDN), and is the
+    gate's input where there is a `gate`.
     """
-    view = tree.linear
-    q, k, v, log_decay, beta = (
-        gather_rows(x, view.packed)
-        for x in (_l2_norm(q_CHK), _l2_norm(k_CHK), v_CGV, log_decay_CGK, beta_CG)
+    output, _ = chunk_kda(
+        q_PHK,
+        k_PHK,
+        v_PGV,
+        log_decay_PGK,
+        beta_PG,
+        view=tree.view.linear,
+        gate=gate,
+        impl=tree.kernels.linear_attention,
+        keep_intermediates=tree.recomputed,
     )
-    output, _ = chunk_kda(q, k, v, log_decay, beta, view=view)
-    return output.index_select(0, view.packed.own)
-
-
-def _l2_norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """Unit length over the last dimension in float32 at least, as transformers and fla do."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
+    return output

@@ -36,7 +36,7 @@ def load_model(
     dtype = _torch_dtype(dtype)
     if spec.startswith(_TINY):
         tiny = _tiny(spec, vocab_size=vocab_size, seed=seed)
-        return _with_experts_for(dtype, tiny.to(dtype))
+        return _with_experts_for(dtype, _cast(tiny, dtype))
     config = _read_config(spec, transformers)
     known = config.get_text_config().vocab_size
     if known < vocab_size:
@@ -64,6 +64,26 @@ def _tiny(spec: str, *, vocab_size: int, seed: int) -> PreTrainedModel:
     from harts.models.presets import tiny_model
 
     return tiny_model(spec.removeprefix(_TINY), vocab_size=vocab_size, seed=seed)
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """In place, the dtypes that the same model would have if loaded from a folder.
+
+    In bfloat16 a family keeps some parameters in float32, and buffers (RoPE frequencies, expert
+    biases) keep theirs.
+    """
+    if dtype != torch.bfloat16:
+        return model.to(dtype)
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        made_so = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+    dtype_of = {name: parameter.dtype for name, parameter in made_so.named_parameters()}
+    kept = tuple(model._keep_in_fp32_modules_strict or ())
+    for name, parameter in model.named_parameters():
+        if not any(part in name for part in kept):
+            parameter.data = parameter.data.to(dtype_of[name])
+    return model
 
 
 def _with_experts_for(dtype: torch.dtype, model: PreTrainedModel) -> PreTrainedModel:

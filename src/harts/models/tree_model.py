@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from harts.errors import DataError, UnsupportedModelError
 from harts.models.audit import LayerFinding, audit
 from harts.models.families import family_of
 from harts.models.full_attention import IMPLEMENTATION
+from harts.models.kernels import Kernels, kernels_for
 from harts.models.protocol import Family
 from harts.models.routing import RouterRecord
+from harts.models.tree_run import TreeRun
 from harts.ops.cross_entropy import mapped_log_probs
 from harts.plan.microbatch import MicroBatch
 from harts.views.tree import TreeView, build_tree_view
@@ -38,15 +41,22 @@ class TreeOutput:
 class TreeModel:
     """A transformers model whose token mixers understand trees; made by `attach`.
 
-    model: the module that was given, changed in place. findings: what runs how.
+    model: the module that was given, changed in place. findings: what runs how. kernels: with
+    which implementations.
     """
 
     def __init__(
-        self, model: nn.Module, causal_lm: Any, family: Family, findings: tuple[LayerFinding, ...]
+        self,
+        model: nn.Module,
+        causal_lm: Any,
+        family: Family,
+        findings: tuple[LayerFinding, ...],
+        kernels: Kernels,
     ) -> None:
         self.model = model
         self.family = family
         self.findings = findings
+        self.kernels = kernels
         self._causal_lm = causal_lm
         self._conv_widths = {
             layer.conv1d.kernel_size[0]
@@ -56,7 +66,7 @@ class TreeModel:
         self.routers = {
             name: module
             for name, module in causal_lm.named_modules()
-            if type(module) in family.routers
+            if family.kind_of(module) in family.routers
         }
 
     @property
@@ -68,13 +78,14 @@ class TreeModel:
         """The index tensors of a microbatch, on the model's device."""
         return build_tree_view(microbatch, conv_widths=self._conv_widths, device=self.device)
 
-    def log_probs(self, microbatch: MicroBatch) -> TreeOutput:
+    def log_probs(self, microbatch: MicroBatch, *, view: TreeView | None = None) -> TreeOutput:
         """Log-probability and entropy of every scored position, each compact row computed once.
 
+        view: what `view(microbatch)` returned, for a caller that builds it ahead.
         Differentiable; under `torch.no_grad()` it is the old- or reference-policy pass.
         """
         self._check_vocabulary(microbatch)
-        view = self.view(microbatch)
+        view = self.view(microbatch) if view is None else view
         with _recorded(self.routers, self.family, view.multiplicity) as records:
             hidden = self._backbone(view)
         head = self._causal_lm.get_output_embeddings()
@@ -84,7 +95,11 @@ class TreeModel:
                 "and needs a plain nn.Linear, so leave lm_head out of the LoRA targets"
             )
         log_probs, entropy = mapped_log_probs(
-            hidden, head.weight, view=view.logprobs, bias=head.bias
+            hidden,
+            head.weight,
+            view=view.logprobs,
+            bias=head.bias,
+            impl=self.kernels.log_probs,
         )
         return TreeOutput(log_probs, entropy, tuple(records), microbatch.num_tokens)
 
@@ -97,6 +112,10 @@ class TreeModel:
                 f"{known:,}; take data and model of the same tokenizer"
             )
 
+    def _all_layers_recomputed(self) -> bool:
+        layers = (m for m in self._causal_lm.modules() if isinstance(m, GradientCheckpointingLayer))
+        return self._causal_lm.training and all(layer.gradient_checkpointing for layer in layers)
+
     def _backbone(self, view: TreeView) -> torch.Tensor:
         """Last hidden states of the compact rows, (C, hidden)."""
         output = self._causal_lm.get_decoder()(
@@ -105,18 +124,22 @@ class TreeModel:
             # a ready 4-D mask keeps transformers from building a (C, C) one; nobody reads it
             attention_mask=torch.zeros(1, 1, 1, 1, device=self.device),
             use_cache=False,
-            tree=view,
+            tree=TreeRun(view, self.kernels, self._all_layers_recomputed()),
         )
         return output.last_hidden_state[0]
 
 
-def attach(model: nn.Module) -> TreeModel:
+def attach(model: nn.Module, *, kernels: Kernels | None = None) -> TreeModel:
     """Make a transformers causal language model compute trees, in place.
 
     Parameters keep their names and identity; LoRA (PEFT) wrappers, `train()`,
     `gradient_checkpointing_enable()` and ordinary calls of the model keep working, before and
-    after. Attaching twice is harmless. Raises UnsupportedModelError naming the module or option
-    that harts does not understand; the model is then unchanged.
+    after. Attaching twice is harmless.
+
+    kernels: None takes the fast ones for a model in half precision on a GPU, the references
+    otherwise; attach after moving the model. Raises ConfigError where their packages are missing,
+    UnsupportedModelError naming the module or option that harts does not understand; the model is
+    then unchanged.
     """
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = getattr(causal_lm, "config", None)
@@ -131,12 +154,19 @@ def attach(model: nn.Module) -> TreeModel:
         known = ", ".join(c.__name__ for c in family.architectures)
         raise UnsupportedModelError(f"{type(causal_lm).__name__} is not supported; use {known}")
     findings = audit(causal_lm, family)
+    if kernels is None:
+        weight = causal_lm.get_input_embeddings().weight
+        kernels = kernels_for(weight.device, weight.dtype)
+    kernels.check()
+    adapters = dict(family.linear_mixers)
+    if kernels.token_wise == "fused":
+        adapters |= family.fused
     for module in causal_lm.modules():
-        tree_class = family.linear_mixers.get(type(module))
-        if tree_class is not None:
-            module.__class__ = tree_class
+        kind = family.kind_of(module)
+        if kind in family.linear_mixers or kind in family.fused:
+            module.__class__ = adapters.get(kind, kind)
     causal_lm.set_attn_implementation(IMPLEMENTATION)
-    return TreeModel(model, causal_lm, family, findings)
+    return TreeModel(model, causal_lm, family, findings, kernels)
 
 
 @contextmanager
@@ -151,7 +181,7 @@ def _recorded(
 
     def record(name: str, module: nn.Module, output: tuple[torch.Tensor, ...]) -> None:
         logits, _, indices = output
-        kind = family.routers[type(module)]
+        kind = family.routers[family.kind_of(module)]
         records.append(
             RouterRecord(
                 name=name, kind=kind, logits=logits, indices=indices, multiplicity=multiplicity

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from harts.errors import CheckpointError
+from harts.train.mixed_precision import MixedPrecisionOptimizer
 
 _POSITION = "position.json"
 _OPTIMIZER = "optimizer.pt"
@@ -34,7 +35,7 @@ def save_checkpoint(
     run_dir: Path,
     step: int,
     model: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: MixedPrecisionOptimizer,
     config: dict[str, Any],
     *,
     keep: int,
@@ -72,9 +73,9 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
         ) from None
 
 
-def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(checkpoint: Checkpoint, optimizer: MixedPrecisionOptimizer) -> None:
     """Restore the optimiser's state in place."""
-    state = torch.load(checkpoint.path / _OPTIMIZER, weights_only=True)
+    state = torch.load(checkpoint.path / _OPTIMIZER, weights_only=True, map_location="cpu")
     optimizer.load_state_dict(state)
 
 

@@ -62,6 +62,7 @@ class RunLog:
             f"rows {metrics['compact_tokens']:,} of {metrics['raw_tokens']:,} "
             f"({metrics['compression']:.2f}x, {metrics['rows_saved']:,} saved)  "
             f"{metrics['raw_tokens_per_second']:,.0f} tok/s  {metrics['seconds']:.2f} s  "
+            f"{metrics['peak_memory_gib']:.2f} GiB  "
             f"left {_clock(left)}"
         )
 

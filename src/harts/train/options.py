@@ -56,11 +56,13 @@ class PlanOptions:
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """path: a local Hugging Face folder, or tiny:<model_type> for a small random one.
-    dtype: of parameters and compute. seed: of a random model.
+    dtype: of parameters and compute; with bfloat16 the optimiser keeps float32 weights, moments
+    and gradient sums, and the parameters that the family keeps in float32 stay so.
+    seed: of a random model.
     """
 
     path: str
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     seed: int = 0
 
 
@@ -86,7 +88,9 @@ class TrainOptions:
     """steps: optimiser steps. learning_rate, betas, epsilon, weight_decay: AdamW's.
     warmup_steps: linear warm-up, then constant. max_grad_norm: clip of the global norm; inf
     leaves gradients alone. recompute: "full" recomputes each layer in backward, "none" keeps its
-    activations. seed: of the order of groups.
+    activations, "selective" recomputes the first recompute_layers and keeps the others.
+    device: "auto" is cuda where there is one. deterministic: torch's deterministic algorithms.
+    seed: of the order of groups.
     """
 
     steps: int = 20
@@ -96,7 +100,10 @@ class TrainOptions:
     weight_decay: float = 0.0
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_layers: int | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    deterministic: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -104,6 +111,16 @@ class TrainOptions:
             raise ConfigError(f"train.steps is {self.steps}; give at least 1")
         if self.learning_rate < 0:
             raise ConfigError(f"train.learning_rate is {self.learning_rate}; give 0 or more")
+        if (self.recompute == "selective") != (self.recompute_layers is not None):
+            raise ConfigError(
+                f"train.recompute_layers is {self.recompute_layers} with "
+                f"train.recompute={self.recompute!r}; give it with 'selective' and only there"
+            )
+        if self.recompute_layers is not None and self.recompute_layers < 1:
+            raise ConfigError(
+                f"train.recompute_layers is {self.recompute_layers}; give at least 1, or "
+                "train.recompute='none'"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,15 @@
-"""One step's gradients: every microbatch of a plan through the model and the objective."""
+"""One step's gradients: every microbatch of a plan through the model and the objective.
+
+Nothing here reads a value back from the device between two microbatches: the host runs ahead, and
+the index tensors of a microbatch are made while the device still works on the one before. What a
+step measured stays on the device until `StepResult` is asked for it.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -13,6 +18,7 @@ from harts.plan.microbatch import MicroBatch
 from harts.plan.step_plan import StepPlan
 from harts.rl import moe_losses, objectives
 from harts.rl.objectives import MetricSum, PolicyOptions, add_metrics, policy_metrics
+from harts.train.device import Stopwatch
 from harts.train.options import ObjectiveOptions
 
 Progress = Callable[[Iterable[MicroBatch], int], Iterable[MicroBatch]]
@@ -20,15 +26,44 @@ Progress = Callable[[Iterable[MicroBatch], int], Iterable[MicroBatch]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """loss: of the whole step, policy and MoE terms. metrics: sums over the scored positions.
-    loads: int64 (L, E) tokens of each expert, None without MoE. seconds: wall time.
+    """Sums over a step, on the device; reading a number waits for it.
+
+    losses: float64 (2,), policy and MoE terms together, and the policy's alone. metrics: sums over
+    the scored positions. loads: int64 (L, E) tokens of each expert, None without MoE.
+    stopwatch: from the first microbatch to the end of the last backward.
     """
 
-    loss: float
-    policy_loss: float
+    losses: torch.Tensor
     metrics: dict[str, MetricSum]
     loads: torch.Tensor | None
-    seconds: float
+    stopwatch: Stopwatch
+
+    @property
+    def loss(self) -> float:
+        """Of the whole step, policy and MoE terms."""
+        return self._numbers[0]
+
+    @property
+    def policy_loss(self) -> float:
+        """Of the whole step, without the MoE terms."""
+        return self._numbers[1]
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Mean of each metric; names for which nothing was counted are left out."""
+        totals = zip(self.metrics.items(), self._numbers[2:], strict=True)
+        return {name: total / sum_.count for (name, sum_), total in totals if sum_.count}
+
+    @property
+    def seconds(self) -> float:
+        """Of all forward and backward passes, on the device's clock."""
+        return self.stopwatch.seconds
+
+    @cached_property
+    def _numbers(self) -> list[float]:
+        """losses and the totals of metrics, in one copy to the host."""
+        totals = [sum_.total.reshape(1) for sum_ in self.metrics.values()]
+        return torch.cat([self.losses, *totals]).tolist()
 
 
 def accumulate_gradients(
@@ -42,9 +77,9 @@ def accumulate_gradients(
     Log-probs in the original order, the objective over the step's denominators, backward: one
     microbatch at a time, so memory is that of one microbatch.
     """
-    started = time.perf_counter()
+    stopwatch = Stopwatch(model.device)
     objective = getattr(objectives, options.name)
-    loss = policy_loss = 0.0
+    losses = torch.zeros(2, dtype=torch.float64, device=model.device)
     metrics: dict[str, MetricSum] = {}
     loads: torch.Tensor | None = None
     microbatches = [mb for r in range(plan.replicas) for mb in plan.microbatches(r)]
@@ -53,10 +88,7 @@ def accumulate_gradients(
         fields = microbatch.fields
         policy = objective(out, fields, plan.denominators, options=options.options)
         total = policy + _moe_loss(out, plan, options)
-        if total.requires_grad:
-            total.backward()
-        loss += float(total.detach())
-        policy_loss += float(policy.detach())
+        losses += torch.stack([total.detach(), policy.detach()]).double()
         if isinstance(options.options, PolicyOptions):
             added = policy_metrics(out, fields, plan.denominators, options=options.options)
             metrics = add_metrics(metrics, added)
@@ -64,7 +96,10 @@ def accumulate_gradients(
         if out.routers:
             mine = moe_losses.expert_loads(out.routers)
             loads = mine if loads is None else loads + mine
-    return StepResult(loss, policy_loss, metrics, loads, time.perf_counter() - started)
+        if total.requires_grad:
+            total.backward()  # last: nothing that the host prepares stands behind it
+    stopwatch.stop()
+    return StepResult(losses, metrics, loads, stopwatch)
 
 
 def _mean_of(values: torch.Tensor) -> MetricSum:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import harts
 from harts.data.read import read
@@ -19,10 +21,23 @@ from harts.plan.planner import plan_step
 from harts.plan.step_plan import StepPlan
 from harts.rl.moe_losses import update_expert_bias
 from harts.train.checkpoint import Checkpoint, latest_checkpoint, load_optimizer, save_checkpoint
+from harts.train.determinism import deterministic
+from harts.train.device import (
+    choose_device,
+    describe_device,
+    peak_memory_gib,
+    restart_peak_memory,
+)
 from harts.train.log import RunLog
-from harts.train.options import RunOptions
+from harts.train.mixed_precision import MixedPrecisionOptimizer
+from harts.train.options import RunOptions, TrainOptions
+from harts.train.recompute import set_recomputation
 from harts.train.sampling import GroupSampler, with_advantages
 from harts.train.step import StepResult, accumulate_gradients
+
+_MAY_CHANGE = {
+    ("train", key) for key in ("steps", "device", "recompute", "recompute_layers")
+}  # none of them changes what is computed
 
 
 def train(options: RunOptions, *, resume: bool = False) -> dict[str, Any]:
@@ -31,6 +46,12 @@ def train(options: RunOptions, *, resume: bool = False) -> dict[str, Any]:
     Writes metrics.jsonl and checkpoints under options.output.dir. With `resume` it goes on from
     the last complete checkpoint there, bit for bit on CPU; without, the folder must be new.
     """
+    device = choose_device(options.train.device)
+    with deterministic(options.train.deterministic, device):
+        return _train(options, device, resume)
+
+
+def _train(options: RunOptions, device: torch.device, resume: bool) -> dict[str, Any]:
     run_dir, config = Path(options.output.dir), _as_json(options)
     checkpoint = _starting_point(run_dir, config, resume)
     batch = with_advantages(
@@ -42,18 +63,16 @@ def train(options: RunOptions, *, resume: bool = False) -> dict[str, Any]:
         seed=options.train.seed,
         expanded=options.plan.sharing == "expanded",
     )
-    source = options.model.path if checkpoint is None else str(checkpoint.path)
-    hf_model = load_model(
-        source,
+    hf_model: Any = load_model(
+        options.model.path if checkpoint is None else str(checkpoint.path),
         vocab_size=int(batch.tokens.max()) + 1,
         seed=options.model.seed,
-        dtype=getattr(torch, options.model.dtype),
+        dtype=options.model.dtype,
     )
-    model = attach(hf_model.train())
+    model = attach(hf_model.to(device).train())
     _check_objective(model, options)
-    if options.train.recompute == "full":
-        hf_model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = _adamw(hf_model, options)
+    set_recomputation(hf_model, options.train)
+    optimizer = MixedPrecisionOptimizer(hf_model, partial(_adamw, options.train))
     first = 0
     if checkpoint is not None:
         first = checkpoint.step
@@ -65,6 +84,7 @@ def train(options: RunOptions, *, resume: bool = False) -> dict[str, Any]:
     metrics: dict[str, Any] = {"step": first}
     for number in range(first, options.train.steps):
         started = time.perf_counter()
+        restart_peak_memory(device)
         plan = plan_step(
             sampler.step(number),
             options.plan.capacity,
@@ -72,18 +92,15 @@ def train(options: RunOptions, *, resume: bool = False) -> dict[str, Any]:
             planner=options.plan.planner,
             over_capacity=options.plan.over_capacity,
         )
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         result = accumulate_gradients(model, plan, options.objective, log.progress)
-        grad_norm = float(
-            torch.nn.utils.clip_grad_norm_(hf_model.parameters(), options.train.max_grad_norm)
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = _learning_rate(options, number)
-        optimizer.step()
+        grad_norm = optimizer.clip_gradients(options.train.max_grad_norm)
+        optimizer.step(_learning_rate(options, number))
         if options.objective.expert_bias_rate and result.loads is not None:
             _update_biases(model, result.loads, options.objective.expert_bias_rate)
-        seconds = time.perf_counter() - started
-        metrics = _metrics(number + 1, plan, result, grad_norm, seconds)
+        metrics = {"step": number + 1, **_measured(result, grad_norm)}  # waits for the device
+        metrics |= _sizes(plan, seconds=time.perf_counter() - started)
+        metrics["peak_memory_gib"] = peak_memory_gib(device)
         metrics["learning_rate"] = _learning_rate(options, number)
         log.step(metrics)
         last = number + 1 == options.train.steps
@@ -108,11 +125,12 @@ def _starting_point(run_dir: Path, config: dict[str, Any], resume: bool) -> Chec
         return None
     for section in ("data", "plan", "model", "objective", "train"):
         for key, value in config[section].items():
-            before = checkpoint.config[section].get(key)
-            if before != value and (section, key) != ("train", "steps"):
+            before = checkpoint.config[section].get(key, value)  # written before key was known
+            if before != value and (section, key) not in _MAY_CHANGE:
                 raise CheckpointError(
                     f"{section}.{key} is {value!r}, the run in {run_dir} has {before!r}; "
-                    "resume with the same configuration (only train.steps may change)"
+                    "resume with the same configuration (only steps, device and recomputation may "
+                    "change)"
                 )
     return checkpoint
 
@@ -134,14 +152,15 @@ def _check_objective(model: TreeModel, options: RunOptions) -> None:
         )
 
 
-def _adamw(model: Any, options: RunOptions) -> torch.optim.AdamW:
-    trained = [p for p in model.parameters() if p.requires_grad]
+def _adamw(options: TrainOptions, parameters: list[nn.Parameter]) -> torch.optim.AdamW:
+    on_cuda = any(parameter.is_cuda for parameter in parameters)
     return torch.optim.AdamW(
-        trained,
-        lr=options.train.learning_rate,
-        betas=options.train.betas,
-        eps=options.train.epsilon,
-        weight_decay=options.train.weight_decay,
+        parameters,
+        lr=options.learning_rate,
+        betas=options.betas,
+        eps=options.epsilon,
+        weight_decay=options.weight_decay,
+        fused=True if on_cuda else None,  # CUDA's default holds temporaries as large as the weights
     )
 
 
@@ -159,14 +178,24 @@ def _update_biases(model: TreeModel, loads: torch.Tensor, rate: float) -> None:
     update_expert_bias(_expert_biases(model), loads, rate=rate)
 
 
-def _metrics(
-    step: int, plan: StepPlan, result: StepResult, grad_norm: float, seconds: float
-) -> dict[str, Any]:
+def _measured(result: StepResult, grad_norm: torch.Tensor) -> dict[str, Any]:
+    """Everything that was computed on the device; returns when the step is done there."""
     metrics = {
-        "step": step,
         "loss": result.loss,
         "policy_loss": result.policy_loss,
-        "grad_norm": grad_norm,
+        "grad_norm": float(grad_norm),
+        **result.means,
+    }
+    if result.loads is not None:
+        load = result.loads.double()
+        metrics["expert_load_max_over_mean"] = float((load.amax(1) / load.mean(1)).max())
+    metrics["gradient_seconds"] = result.seconds
+    return metrics
+
+
+def _sizes(plan: StepPlan, seconds: float) -> dict[str, Any]:
+    """What the step held, and how fast that was; seconds: of the whole step."""
+    return {
         "trajectories": len(plan.batch),
         "scored_tokens": plan.denominators.num_scored_tokens,
         "raw_tokens": plan.raw_tokens,
@@ -175,15 +204,10 @@ def _metrics(
         "compression": plan.compression,
         "microbatches": plan.num_microbatches,
         "plan_seconds": plan.plan_seconds,
-        "gradient_seconds": result.seconds,
         "seconds": seconds,
         "raw_tokens_per_second": plan.raw_tokens / seconds,
+        "compact_tokens_per_second": plan.compact_tokens / seconds,
     }
-    metrics |= {name: value.mean for name, value in result.metrics.items() if value.count}
-    if result.loads is not None:
-        load = result.loads.double()
-        metrics["expert_load_max_over_mean"] = float((load.amax(1) / load.mean(1)).max())
-    return metrics
 
 
 def _describe(options: RunOptions, model: TreeModel, batch: Any, first: int) -> str:
@@ -191,7 +215,8 @@ def _describe(options: RunOptions, model: TreeModel, batch: Any, first: int) -> 
     start = f", resuming after step {first}" if first else ""
     return (
         f"{options.objective.name} on {len(batch):,} trajectories of {options.data.path}, "
-        f"{options.model.path} ({num_parameters / 1e6:.1f} M parameters), "
+        f"{options.model.path} ({num_parameters / 1e6:.1f} M parameters, {options.model.dtype}) "
+        f"on {describe_device(model.device)}, "
         f"{options.plan.sharing} rows, capacity {options.plan.capacity:,}{start}"
     )
 

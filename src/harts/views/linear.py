@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from harts.plan.microbatch import MicroBatch
-from harts.views.chains import Chain, Ints
+from harts.views.chains import Ints
 from harts.views.gather import RowGather, build_row_gather, on_device
+from harts.views.packing import ChainPacking
 
 
 @dataclass(frozen=True)
@@ -60,29 +61,16 @@ class LinearView:
 
 
 def build_linear_view(
-    microbatch: MicroBatch, chains: list[Chain], device: torch.device
+    microbatch: MicroBatch, packing: ChainPacking, device: torch.device
 ) -> LinearView:
-    """Pack the chains of a microbatch by round. O(P + N)."""
+    """Rounds, slots and levels of the packed chains. O(P + N)."""
     chunk, sequences = microbatch.chunk_size, microbatch.calls.sequences
-    by_round = np.argsort([s.round for s in sequences], kind="stable")
-    place_of_sequence = np.empty(len(sequences), np.int64)
-    place_of_sequence[by_round] = np.arange(len(sequences))
-    rows = np.array([c.stop - c.start for c in chains])[by_round]
-    replay = np.array([s.replay for s in sequences])[by_round]
-    cu_seqlens = np.concatenate([[0], np.cumsum(rows + replay)])
-    num_chunks = -(-(rows + replay) // chunk)
+    by_round, place_of_chain = packing.by_round, packing.place_of_chain
+    cu_seqlens = packing.cu_seqlens
+    num_chunks = -(-np.diff(cu_seqlens) // chunk)
     chunk_offsets = np.concatenate([[0], np.cumsum(num_chunks)])
     chain_of_chunk = np.repeat(np.arange(len(sequences)), num_chunks)
     place_in_chain = np.arange(chunk_offsets[-1]) - chunk_offsets[chain_of_chunk]
-
-    source = np.empty(cu_seqlens[-1], np.int64)
-    is_own = np.ones(cu_seqlens[-1], bool)
-    for place, index in enumerate(by_round.tolist()):
-        chain, begin = chains[index], cu_seqlens[place]
-        own_begin = begin + replay[place]
-        source[begin:own_begin] = chain.ancestors_from(sequences[index].anchor)
-        is_own[begin:own_begin] = False
-        source[own_begin : cu_seqlens[place + 1]] = np.arange(chain.start, chain.stop)
 
     init_slot = np.full(len(sequences), -1, np.int32)
     store_slot = np.full(int(chunk_offsets[-1]) + len(sequences), -1, np.int32)
@@ -90,15 +78,15 @@ def build_linear_view(
     for index, sequence in enumerate(sequences):  # sources come before their consumers
         if sequence.source < 0:
             continue
-        source_place = place_of_sequence[sequence.source]
+        source_place = place_of_chain[sequence.source]
         distance = (sequence.anchor - sequences[sequence.source].anchor) // chunk
         if distance == 0:  # the same boundary that the source itself started from
-            init_slot[place_of_sequence[index]] = init_slot[source_place]
+            init_slot[place_of_chain[index]] = init_slot[source_place]
             continue
         boundary = int(chunk_offsets[source_place] + source_place + distance)
         slot = slot_at.setdefault(boundary, len(slot_at))
         store_slot[boundary] = slot
-        init_slot[place_of_sequence[index]] = slot
+        init_slot[place_of_chain[index]] = slot
     consumer_ptr, consumers = _by_slot(init_slot, len(slot_at))
     schedule = _by_level(cu_seqlens, chunk_offsets, init_slot, store_slot, len(slot_at), chunk)
 
@@ -106,7 +94,7 @@ def build_linear_view(
     round_ptr = np.searchsorted(rounds, np.arange(1, microbatch.calls.num_rounds + 2))
     return LinearView(
         chunk_size=chunk,
-        packed=build_row_gather(source, is_own, device),
+        packed=build_row_gather(packing.source, packing.is_own, device),
         cu_seqlens=on_device(cu_seqlens, device),
         chunk_offsets=on_device(chunk_offsets, device),
         chunk_indices=on_device(np.stack([chain_of_chunk, place_in_chain], axis=1), device),

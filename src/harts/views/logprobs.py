@@ -25,6 +25,9 @@ class LogProbView:
     target, head_row: int64 (P,), scored positions sorted by head row.
     original: int64 (P,), place of each sorted position in the output order.
     row_ptr: int64 numpy (R+1,), sorted positions of head row r are [row_ptr[r], row_ptr[r+1]).
+    position_ptr: int64 (R+1,), row_ptr on the device, for kernels.
+    last_row, smallest_target, largest_target: extremes of compact_row and target, so that nothing
+    waits for the device to check them; -1, 0 and -1 without scored positions.
     """
 
     compact_row: torch.Tensor
@@ -33,6 +36,10 @@ class LogProbView:
     head_row: torch.Tensor
     original: torch.Tensor
     row_ptr: npt.NDArray[np.int64]
+    position_ptr: torch.Tensor
+    last_row: int
+    smallest_target: int
+    largest_target: int
 
     @property
     def num_positions(self) -> int:
@@ -50,6 +57,7 @@ def build_logprob_view(microbatch: MicroBatch, device: torch.device) -> LogProbV
     is_first = np.ones(len(row), bool)
     is_first[1:] = (row[1:] != row[:-1]) | (temperature[1:] != temperature[:-1])
     heads = np.flatnonzero(is_first)
+    row_ptr = np.concatenate([heads, [len(row)]])
     return LogProbView(
         compact_row=on_device(row[heads], device),
         temperature=None
@@ -58,7 +66,11 @@ def build_logprob_view(microbatch: MicroBatch, device: torch.device) -> LogProbV
         target=on_device(target[original], device),
         head_row=on_device(np.cumsum(is_first) - 1, device),
         original=on_device(original, device),
-        row_ptr=np.concatenate([heads, [len(row)]]),
+        row_ptr=row_ptr,
+        position_ptr=on_device(row_ptr, device),
+        last_row=int(row.max(initial=-1)),
+        smallest_target=int(target.min()) if len(target) else 0,
+        largest_target=int(target.max(initial=-1)),
     )
 
 

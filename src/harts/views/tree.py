@@ -19,6 +19,7 @@ from harts.views.conv import ConvView, build_conv_view
 from harts.views.gather import on_device
 from harts.views.linear import LinearView, build_linear_view
 from harts.views.logprobs import LogProbView, build_logprob_view
+from harts.views.packing import pack_chains
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,13 @@ def build_tree_view(
 ) -> TreeView:
     """Turn a microbatch into index tensors. Host work O(rows); one copy a tensor."""
     layout, chains = microbatch.layout, chains_of(microbatch)
+    packing = pack_chains(microbatch, chains)
     return TreeView(
         tokens=on_device(layout.tokens.astype(np.int64), device),
         positions=on_device(layout.positions.astype(np.int64), device),
         multiplicity=on_device(layout.multiplicity, device),
         attention=build_attention_view(microbatch, chains, device),
-        linear=build_linear_view(microbatch, chains, device),
-        conv={width: build_conv_view(chains, width, device) for width in conv_widths},
+        linear=build_linear_view(microbatch, packing, device),
+        conv={w: build_conv_view(packing, chains, w, device) for w in conv_widths},
         logprobs=build_logprob_view(microbatch, device),
     )

@@ -7,29 +7,44 @@ from typing import Any
 import torch
 from transformers.models.kimi_linear import modeling_kimi_linear as hf
 
-from harts.models.linear_layers import convolve, linear_core
+from harts.models.fused.adapters import fused_adapters
+from harts.models.linear_layers import convolve, linear_core, pack, unpack
 from harts.models.protocol import Family
-from harts.views.tree import TreeView
+from harts.models.tree_run import TreeRun
+from harts.ops.linear_attention import KdaGate
 
 
 class TreeKimiLinearDeltaAttention(hf.KimiLinearDeltaAttention):
     """KDA over a tree; hidden_states (1, C, hidden) -> (1, C, hidden)."""
 
     def forward(
-        self, hidden_states: torch.Tensor, *args: Any, tree: TreeView | None = None, **kwargs: Any
+        self, hidden_states: torch.Tensor, *args: Any, tree: TreeRun | None = None, **kwargs: Any
     ) -> torch.Tensor:
         if tree is None:
             return super().forward(hidden_states, *args, **kwargs)
         heads = (-1, self.num_heads, self.head_dim)
-        hidden = hidden_states[0]
-        mixed = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], dim=-1)
-        mixed = convolve(mixed, self.conv1d, self.activation, tree)
-        query, key, value = (x.view(heads) for x in mixed.split(self.qkv_dim, dim=-1))
-        decay = self.forget_gate(hidden_states)[0]
-        beta = torch.sigmoid(self.b_proj(hidden))
-        output = linear_core(query, key, value, decay, beta, tree)
-        gate = self.g_b_proj(self.g_a_proj(hidden)).view(heads)
-        return self.o_proj(self.o_norm(output, gate).flatten(1))[None]
+        rows = pack(hidden_states, tree)
+        query, key, value = convolve(
+            [self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)],
+            self.conv1d,
+            self.activation,
+            tree,
+            unit_widths=(self.head_dim, self.head_dim, None),
+        )
+        forget = self.forget_gate
+        output = linear_core(
+            query.view(heads),
+            key.view(heads),
+            value.view(heads),
+            forget.f_b_proj(forget.f_a_proj(rows)).view(heads),
+            torch.sigmoid(self.b_proj(rows)),
+            tree,
+            gate=KdaGate(
+                forget.A_log.flatten(), forget.dt_bias.view(self.num_heads, self.head_dim)
+            ),
+        )
+        output = self.o_norm(output, self.g_b_proj(self.g_a_proj(rows)).view(heads))
+        return unpack(self.o_proj(output.flatten(1)), tree)
 
 
 FAMILY = Family(
@@ -38,6 +53,7 @@ FAMILY = Family(
     linear_mixers={hf.KimiLinearDeltaAttention: TreeKimiLinearDeltaAttention},
     attention=(hf.KimiLinearAttention,),
     routers={hf.KimiLinearTopkRouter: "sigmoid"},
+    fused=fused_adapters(hf),
     token_wise=(
         hf.KimiLinearModel,
         hf.KimiLinearDecoderLayer,

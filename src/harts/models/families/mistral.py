@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers.models.mistral import modeling_mistral as hf
 
+from harts.models.fused.adapters import fused_adapters
 from harts.models.protocol import Family
 
 
@@ -22,6 +23,7 @@ FAMILY = Family(
     model_type="mistral",
     architectures=(hf.MistralForCausalLM,),
     attention=(hf.MistralAttention,),
+    fused=fused_adapters(hf),
     token_wise=(
         hf.MistralModel,
         hf.MistralDecoderLayer,

@@ -8,27 +8,32 @@ import torch
 import torch.nn.functional as F
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid as hf
 
-from harts.models.linear_layers import convolve, linear_core
+from harts.models.fused.adapters import fused_adapters
+from harts.models.linear_layers import convolve, linear_core, pack, unpack
 from harts.models.protocol import Family
-from harts.views.tree import TreeView
+from harts.models.tree_run import TreeRun
 
 
 class TreeOlmoHybridGatedDeltaNet(hf.OlmoHybridGatedDeltaNet):
     """GDN over a tree; hidden_states (1, C, hidden) -> (1, C, hidden)."""
 
     def forward(
-        self, hidden_states: torch.Tensor, *args: Any, tree: TreeView | None = None, **kwargs: Any
+        self, hidden_states: torch.Tensor, *args: Any, tree: TreeRun | None = None, **kwargs: Any
     ) -> torch.Tensor:
         if tree is None:
             return super().forward(hidden_states, *args, **kwargs)
-        hidden = hidden_states[0]
-        mixed = torch.cat([self.q_proj(hidden), self.k_proj(hidden), self.v_proj(hidden)], dim=-1)
-        mixed = convolve(mixed, self.conv1d, self.activation, tree)
-        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
-        beta = self.b_proj(hidden).sigmoid()
+        rows = pack(hidden_states, tree)
+        query, key, value = convolve(
+            [self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)],
+            self.conv1d,
+            self.activation,
+            tree,
+            unit_widths=(self.head_k_dim, self.head_k_dim, None),
+        )
+        beta = self.b_proj(rows).sigmoid()
         if self.allow_neg_eigval:
             beta = beta * 2.0
-        step = self.a_proj(hidden).float() + self.dt_bias
+        step = self.a_proj(rows).float() + self.dt_bias
         log_decay = -self.A_log.float().exp() * F.softplus(step)
         output = linear_core(
             query.view(-1, self.num_k_heads, self.head_k_dim),
@@ -38,8 +43,8 @@ class TreeOlmoHybridGatedDeltaNet(hf.OlmoHybridGatedDeltaNet):
             beta,
             tree,
         )
-        gate = self.g_proj(hidden).view(-1, self.num_v_heads, self.head_v_dim)
-        return self.o_proj(self.o_norm(output, gate).flatten(1))[None]
+        gate = self.g_proj(rows).view(-1, self.num_v_heads, self.head_v_dim)
+        return unpack(self.o_proj(self.o_norm(output, gate).flatten(1)), tree)
 
 
 FAMILY = Family(
@@ -47,6 +52,7 @@ FAMILY = Family(
     architectures=(hf.OlmoHybridForCausalLM,),
     linear_mixers={hf.OlmoHybridGatedDeltaNet: TreeOlmoHybridGatedDeltaNet},
     attention=(hf.OlmoHybridAttention,),
+    fused=fused_adapters(hf),
     token_wise=(
         hf.OlmoHybridModel,
         hf.OlmoHybridAttentionDecoderLayer,

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers.models.qwen3 import modeling_qwen3 as hf
 
+from harts.models.fused.adapters import fused_adapters
 from harts.models.protocol import Family
 
 
@@ -20,6 +21,7 @@ FAMILY = Family(
     model_type="qwen3",
     architectures=(hf.Qwen3ForCausalLM,),
     attention=(hf.Qwen3Attention,),
+    fused=fused_adapters(hf),
     token_wise=(
         hf.Qwen3Model,
         hf.Qwen3DecoderLayer,

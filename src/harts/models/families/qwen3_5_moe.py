@@ -8,15 +8,16 @@ import torch
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as hf
 
 from harts.models.families.qwen3_5 import gated_delta_net
+from harts.models.fused.adapters import fused_adapters
 from harts.models.protocol import Family
-from harts.views.tree import TreeView
+from harts.models.tree_run import TreeRun
 
 
 class TreeQwen3_5MoeGatedDeltaNet(hf.Qwen3_5MoeGatedDeltaNet):  # noqa: N801
     """GDN over a tree; hidden_states (1, C, hidden) -> (1, C, hidden)."""
 
     def forward(
-        self, hidden_states: torch.Tensor, *args: Any, tree: TreeView | None = None, **kwargs: Any
+        self, hidden_states: torch.Tensor, *args: Any, tree: TreeRun | None = None, **kwargs: Any
     ) -> torch.Tensor:
         if tree is None:
             return super().forward(hidden_states, *args, **kwargs)
@@ -29,6 +30,7 @@ FAMILY = Family(
     linear_mixers={hf.Qwen3_5MoeGatedDeltaNet: TreeQwen3_5MoeGatedDeltaNet},
     attention=(hf.Qwen3_5MoeAttention,),
     routers={hf.Qwen3_5MoeTopKRouter: "softmax"},
+    fused=fused_adapters(hf),
     token_wise=(
         hf.Qwen3_5MoeTextModel,
         hf.Qwen3_5MoeDecoderLayer,

@@ -8,28 +8,34 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
-from harts.models.linear_layers import convolve, linear_core
+from harts.models.fused.adapters import fused_adapters
+from harts.models.linear_layers import convolve, linear_core, pack, unpack
 from harts.models.protocol import Family
-from harts.views.tree import TreeView
+from harts.models.tree_run import TreeRun
 
 
 class TreeQwen3NextGatedDeltaNet(hf.Qwen3NextGatedDeltaNet):
     """GDN over a tree; hidden_states (1, C, hidden) -> (1, C, hidden)."""
 
     def forward(
-        self, hidden_states: torch.Tensor, *args: Any, tree: TreeView | None = None, **kwargs: Any
+        self, hidden_states: torch.Tensor, *args: Any, tree: TreeRun | None = None, **kwargs: Any
     ) -> torch.Tensor:
         if tree is None:
             return super().forward(hidden_states, *args, **kwargs)
+        rows = pack(hidden_states, tree)[None]
         query, key, value, z, b, a = (
             x[0]
             for x in self.fix_query_key_value_ordering(
-                self.in_proj_qkvz(hidden_states), self.in_proj_ba(hidden_states)
+                self.in_proj_qkvz(rows), self.in_proj_ba(rows)
             )
         )
-        mixed = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=-1)
-        mixed = convolve(mixed, self.conv1d, self.activation, tree)
-        query, key, value = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+        query, key, value = convolve(
+            [query.flatten(1), key.flatten(1), value.flatten(1)],
+            self.conv1d,
+            self.activation,
+            tree,
+            unit_widths=(self.head_k_dim, self.head_k_dim, None),
+        )
         log_decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
         output = linear_core(
             query.view(-1, self.num_k_heads, self.head_k_dim),
@@ -39,7 +45,7 @@ class TreeQwen3NextGatedDeltaNet(hf.Qwen3NextGatedDeltaNet):
             b.sigmoid(),
             tree,
         )
-        return self.out_proj(self.norm(output, z).flatten(1))[None]
+        return unpack(self.out_proj(self.norm(output, z).flatten(1)), tree)
 
 
 FAMILY = Family(
@@ -48,6 +54,7 @@ FAMILY = Family(
     linear_mixers={hf.Qwen3NextGatedDeltaNet: TreeQwen3NextGatedDeltaNet},
     attention=(hf.Qwen3NextAttention,),
     routers={hf.Qwen3NextTopKRouter: "softmax"},
+    fused=fused_adapters(hf),
     token_wise=(
         hf.Qwen3NextModel,
         hf.Qwen3NextDecoderLayer,

@@ -10,12 +10,13 @@ from typing import Literal, get_args
 import torch
 
 from harts.errors import ConfigError, HartsError
+from harts.ops.attention.fa4 import fa4_attention
 from harts.ops.attention.flex import flex_attention
 from harts.ops.attention.reference import dense_attention
 from harts.ops.attention.views import chain_attention
 from harts.views.attention import AttentionView
 
-Implementation = Literal["views", "reference", "flex"]
+Implementation = Literal["views", "reference", "flex", "fa4"]
 
 
 def tree_attention(
@@ -26,6 +27,7 @@ def tree_attention(
     view: AttentionView,
     scale: float,
     impl: Implementation = "views",
+    deterministic: bool = True,
 ) -> torch.Tensor:
     """Softmax attention of each compact row over its ancestors and itself.
 
@@ -36,8 +38,12 @@ def tree_attention(
     "views" works block by block along the chains: time follows the visible (query, key) pairs,
     memory one block of scores, the same bits every time. "reference" holds all C x C scores.
     Both compute bfloat16 and float16 in float32. "flex" is FlexAttention on a GPU, bfloat16 and
-    float16 on its matrix units; the first call of a dtype, head count or width compiles for some
-    seconds, another number of rows does not.
+    float16 on its matrix units. "fa4" is FlashAttention-4 on GPUs of compute capability 9.0 and
+    10.x, in bfloat16 and float16. For either, the first call of a dtype, head count or width
+    compiles for some seconds, another number of rows does not.
+
+    deterministic: the same bits every time. Only "fa4" has a faster backward pass without; all
+    others are deterministic either way.
 
     Raises ConfigError for an unknown impl or one that cannot run here, HartsError for shapes or a
     dtype that do not fit.
@@ -49,6 +55,8 @@ def tree_attention(
         return dense_attention(q, k, v, view, scale)
     if impl == "flex":
         return flex_attention(q, k, v, view, scale)
+    if impl == "fa4":
+        return fa4_attention(q, k, v, view, scale, deterministic)
     known = ", ".join(get_args(Implementation))
     raise ConfigError(f"tree_attention: impl is {impl!r}, want one of {known}")
 

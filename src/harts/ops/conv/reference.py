@@ -1,6 +1,6 @@
 """Causal depthwise convolution in plain PyTorch: shifted multiply-adds on the extended rows.
 
-Legend: C compact rows, P extended rows, D channels, W width of the kernel.
+Legend: C packed rows, P extended rows, D channels, W width of the kernel.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from harts.ops.gather import gather_rows
 from harts.views.conv import ConvView
 
+UNIT_EPSILON = 1e-6
+"""Added to a sum of squares before its root, as transformers and fla do."""
+
 
 def causal_conv_reference(
     x_CD: torch.Tensor,
@@ -20,6 +23,7 @@ def causal_conv_reference(
     bias_D: torch.Tensor | None,
     view: ConvView,
     activation: str | None,
+    unit_width: int | None,
 ) -> torch.Tensor:
     """(C, D) in x's dtype; arguments as in `causal_conv`, already checked."""
     dtype = torch.promote_types(torch.promote_types(x_CD.dtype, weight_DW.dtype), torch.float32)
@@ -30,6 +34,9 @@ def causal_conv_reference(
         y = y + bias_D.to(dtype)
     if activation == "silu":
         y = torch.nn.functional.silu(y)
+    if unit_width is not None:
+        heads = y.unflatten(1, (-1, unit_width))
+        y = (heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + UNIT_EPSILON)).flatten(1)
     return y.to(x_CD.dtype)
 
 

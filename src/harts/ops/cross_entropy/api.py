@@ -5,11 +5,15 @@ Source: section 3.5, Equations 17 and 19.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 
-from harts.errors import HartsError
+from harts.errors import ConfigError, HartsError
 from harts.ops.cross_entropy.reference import MappedLogProbs
 from harts.views.logprobs import LogProbView
+
+Implementation = Literal["reference", "fused"]
 
 # A CPU wants a block in its cache (measured: 16 MiB is fastest of 4 to 256 at V = 151,669), a GPU
 # wants large matmuls.
@@ -24,6 +28,7 @@ def mapped_log_probs(
     view: LogProbView,
     bias: torch.Tensor | None = None,
     max_block_bytes: int | None = None,
+    impl: Implementation = "reference",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of each scored token and entropy of the distribution that scored it.
 
@@ -36,17 +41,49 @@ def mapped_log_probs(
     device), but at least one row, and as much again for their gradient. Backward recomputes
     them, so the LM head's work is four matmuls of R x D x V over the R head rows, and
     O(R V + P) besides.
-    Raises HartsError for shapes that do not fit and for a target outside the vocabulary.
+
+    "reference" is plain PyTorch on any device. "fused" needs CUDA, Triton and bfloat16 or float32:
+    one pass over the logits forward and one backward, larger blocks by default (3.3 GiB), the
+    same bits every time. Neither makes the host wait for the device.
+    Raises ConfigError for an unknown impl or one that cannot run here, HartsError for shapes that
+    do not fit and for a target outside the vocabulary.
     """
-    if max_block_bytes is None:
-        max_block_bytes = _BLOCK_BYTES_GPU if hidden.is_cuda else _BLOCK_BYTES_CPU
+    if impl not in get_args(Implementation):
+        known = ", ".join(get_args(Implementation))
+        raise ConfigError(f"mapped_log_probs: impl is {impl!r}, want one of {known}")
     _check_inputs(hidden, weight, bias, max_block_bytes)
     _check_rows_and_targets(hidden.shape[0], weight.shape[0], view)
+    if impl == "fused":
+        return _fused(hidden, weight, bias, view, max_block_bytes)
+    if max_block_bytes is None:
+        max_block_bytes = _BLOCK_BYTES_GPU if hidden.is_cuda else _BLOCK_BYTES_CPU
     return MappedLogProbs.apply(hidden, weight, bias, view, max_block_bytes)
 
 
+def _fused(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    view: LogProbView,
+    max_block_bytes: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Imported here: it needs Triton."""
+    if not hidden.is_cuda:
+        raise ConfigError(
+            f"mapped_log_probs: impl 'fused' needs CUDA tensors, hidden is on {hidden.device}; "
+            "use impl='reference'"
+        )
+    from harts.ops.cross_entropy.fused import BLOCK_BYTES, fused_log_probs
+
+    budget = BLOCK_BYTES if max_block_bytes is None else max_block_bytes
+    return fused_log_probs(hidden, weight, bias, view, budget)
+
+
 def _check_inputs(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, max_block_bytes: int
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    max_block_bytes: int | None,
 ) -> None:
     shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}"
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
@@ -61,21 +98,19 @@ def _check_inputs(
         raise HartsError(
             f"mapped_log_probs: hidden, weight and bias are {named}; want one floating dtype"
         )
-    if max_block_bytes < 1:
+    if max_block_bytes is not None and max_block_bytes < 1:
         raise HartsError(f"mapped_log_probs: max_block_bytes is {max_block_bytes}, want at least 1")
 
 
 def _check_rows_and_targets(num_rows: int, vocabulary: int, view: LogProbView) -> None:
-    if view.num_positions == 0:
-        return
-    last_row = int(view.compact_row[-1])
-    if last_row >= num_rows:
+    """From the extremes that the view holds on the host: reading its tensors would wait."""
+    if view.last_row >= num_rows:
         raise HartsError(
-            f"mapped_log_probs: the view reads row {last_row}, hidden has {num_rows} rows"
+            f"mapped_log_probs: the view reads row {view.last_row}, hidden has {num_rows} rows"
         )
-    smallest, largest = (int(token) for token in view.target.aminmax())
-    if smallest < 0 or largest >= vocabulary:
-        token = largest if largest >= vocabulary else smallest
+    if view.smallest_target < 0 or view.largest_target >= vocabulary:
+        outside = view.largest_target >= vocabulary
+        token = view.largest_target if outside else view.smallest_target
         raise HartsError(
             f"mapped_log_probs: scored token {token} is outside the LM head's vocabulary of "
             f"{vocabulary}; the tokenizer and the model do not belong together"

@@ -1,5 +1,6 @@
-"""Gated delta-rule linear attention (KDA, Gated DeltaNet) over the chains of a forest."""
+"""Linear attention (KDA, Gated DeltaNet) over packed rollout trees."""
 
 from harts.ops.linear_attention.api import chunk_kda
+from harts.ops.linear_attention.gate import KdaGate, log_decay_of
 
-__all__ = ["chunk_kda"]
+__all__ = ["KdaGate", "chunk_kda", "log_decay_of"]

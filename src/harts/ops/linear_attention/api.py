@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 
 from harts.errors import ConfigError, HartsError
+from harts.ops.linear_attention.gate import KdaGate, log_decay_of
 from harts.ops.linear_attention.reference import chunk_kda_reference
 from harts.views.linear import LinearView
 
@@ -28,8 +29,10 @@ def chunk_kda(
     view: LinearView,
     scale: float | None = None,
     initial_states: torch.Tensor | None = None,
+    gate: KdaGate | None = None,
     impl: Implementation = "reference",
     safe_gate: bool = False,
+    keep_intermediates: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gated delta rule along every chain: for each of its rows, from its start state S (K, V),
 
@@ -41,6 +44,8 @@ def chunk_kda(
     head (Gated DeltaNet); natural logarithm, at most zero. beta: (P, G).
     scale: K ** -0.5 unless given. initial_states: (view.num_external, G, K, V), needed when the
     view has external slots.
+    gate: log_decay then is the gate's input, any real number, and the log decay what
+    `log_decay_of` makes of it; differentiable in the gate's tensors too.
 
     Returns output (P, G, V) in v's dtype, and the states of the slots that the call produces,
     (view.num_slots - view.num_external, G, K, V), in slot order. Both are differentiable in all
@@ -56,13 +61,21 @@ def chunk_kda(
     "rounds" is fla's public chunk_kda alone, one call a round or more: slower, for comparison.
 
     safe_gate: the caller's promise that log_decay >= -5 everywhere; "scan" and "rounds" then use
-    fla's faster kernels for bounded gates. Nothing checks it; the reference needs no promise.
+    fla's faster kernels for bounded gates. Nothing checks it; a gate with a lower bound of -5 or
+    more implies it, the reference needs no promise.
+    keep_intermediates: "scan" keeps for backward what it would otherwise compute again, about
+    twice the memory; for layers that are themselves recomputed in backward. No bit changes.
     Raises ConfigError for an unknown impl and where an impl cannot run (none stands in for
     another), HartsError for shapes that do not fit.
     """
     _check_shapes(q, k, v, log_decay, beta, view)
     initial_states = _checked_states(initial_states, q, v, view)
     scale = q.shape[2] ** -0.5 if scale is None else scale
+    if gate is not None:
+        gate.check(log_decay)
+        safe_gate = safe_gate or (gate.lower_bound is not None and gate.lower_bound >= -5)
+        if impl != "scan":
+            log_decay, gate = log_decay_of(log_decay, gate), None
     if impl == "reference":
         dtypes = (x.dtype for x in (q, k, v, log_decay, beta, initial_states))
         dtype = reduce(torch.promote_types, dtypes, torch.float32)
@@ -88,6 +101,7 @@ def chunk_kda(
             scale=scale,
             safe_gate=safe_gate,
             initial_states_XGKV=initial_states,
+            **({"gate": gate, "keep_intermediates": keep_intermediates} if impl == "scan" else {}),
         )
     known = ", ".join(get_args(Implementation))
     raise ConfigError(f"chunk_kda: impl is {impl!r}, want one of {known}")

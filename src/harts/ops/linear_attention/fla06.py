@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from harts.errors import ConfigError
+from harts.ops.linear_attention.gate import KdaGate
 from harts.views.linear import LinearView
 
 _VERSION = "0.6.0"
@@ -37,6 +38,7 @@ try:
     from fla.ops.kda import chunk_kda as _public_chunk_kda
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
     from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra, chunk_kda_fwd_intra
+    from fla.ops.kda.gate import kda_gate_bwd, kda_gate_chunk_cumsum
     from fla.ops.kda.wy_fast import recompute_w_u_fwd
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
@@ -47,8 +49,14 @@ _VARLEN = {"cu_seqlens", "chunk_indices"}
 _KEYWORDS: list[tuple[Callable[..., Any], set[str]]] = [
     (chunk_local_cumsum, {"g", "chunk_size", "reverse", "scale", *_VARLEN}),
     (
+        kda_gate_chunk_cumsum,
+        {"g", "A_log", "dt_bias", "chunk_size", "scale", "lower_bound", *_VARLEN},
+    ),
+    (kda_gate_bwd, {"g", "A_log", "dt_bias", "dyg", "lower_bound"}),
+    (
         chunk_kda_fwd_intra,
-        {"q", "k", "v", "gk", "beta", "scale", "chunk_size", "safe_gate", *_VARLEN},
+        {"q", "k", "v", "gk", "beta", "scale", "chunk_size", "safe_gate", "disable_recompute"}
+        | _VARLEN,
     ),
     (recompute_w_u_fwd, {"q", "k", "v", "beta", "A", "gk", *_VARLEN}),
     (chunk_gla_fwd_o_gk, {"q", "v", "g", "A", "h", "scale", "chunk_size", *_VARLEN}),
@@ -116,6 +124,34 @@ def chunk_cumsum(
     return summed
 
 
+def gate_cumsum(raw: torch.Tensor, gate: KdaGate, view: LinearView) -> torch.Tensor:
+    """log2 decay of the gate's input (1, P, G, K), summed within each chunk, in float32."""
+    summed: torch.Tensor = kda_gate_chunk_cumsum(
+        g=raw,
+        A_log=gate.log_rate,
+        dt_bias=gate.offset.flatten(),
+        chunk_size=view.chunk_size,
+        scale=RCP_LN2,
+        lower_bound=gate.lower_bound,
+        **_packing(view),
+    )
+    return summed
+
+
+def gate_backward(
+    raw: torch.Tensor, gate: KdaGate, d_log_decay: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the gate's input (1, P, G, K), log_rate (G,) and offset (G, K)."""
+    d_raw, d_log_rate, d_offset = kda_gate_bwd(
+        g=raw,
+        A_log=gate.log_rate,
+        dt_bias=gate.offset.flatten(),
+        dyg=d_log_decay,
+        lower_bound=gate.lower_bound,
+    )
+    return d_raw, d_log_rate, d_offset.view_as(gate.offset)
+
+
 def intra_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -125,10 +161,12 @@ def intra_forward(
     *,
     scale: float,
     safe_gate: bool,
+    with_q: bool,
     view: LinearView,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """w (1, P, G, K), u (1, P, G, V), decayed k (1, P, G, K), Aqk and Akk (1, P, G, B)."""
-    w, u, _, k_to_end, Aqk, Akk = chunk_kda_fwd_intra(
+) -> tuple[torch.Tensor | None, ...]:
+    """w (1, P, G, K), u (1, P, G, V), q decayed from the chunk's start if asked for and k decayed
+    to its end (1, P, G, K), Aqk and Akk (1, P, G, B)."""
+    products: tuple[torch.Tensor | None, ...] = chunk_kda_fwd_intra(
         q=q,
         k=k,
         v=v,
@@ -137,9 +175,10 @@ def intra_forward(
         scale=scale,
         chunk_size=view.chunk_size,
         safe_gate=safe_gate,
+        disable_recompute=with_q,
         **_packing(view),
     )
-    return w, u, k_to_end, Aqk, Akk
+    return products
 
 
 def decayed_rows(

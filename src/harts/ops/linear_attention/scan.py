@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from harts.errors import ConfigError
 from harts.ops.linear_attention import fla06
+from harts.ops.linear_attention.gate import KdaGate
 from harts.ops.linear_attention.scan_kernels import (
     external_state_gradients,
     scan_state_gradients,
@@ -36,13 +37,17 @@ def chunk_kda_scan(
     scale: float,
     safe_gate: bool,
     initial_states_XGKV: torch.Tensor,
+    gate: KdaGate | None = None,
+    keep_intermediates: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (P, G, V) in v's dtype and produced states (S - X, G, K, V) in float32.
 
     bfloat16, float16 or float32; matrix products take operands of that dtype (float32: tf32) and
     accumulate in float32, states between chunks stay float32. Deterministic, forward and backward.
     Kept for backward, per row and value head: the inputs, the gate (4 D bytes) and two rows of a
-    chunk's products (2 B values); and the pool of S states.
+    chunk's products (2 B values); and the pool of S states. With keep_intermediates also 3 K + V
+    values a row and every chunk's start state, which backward then need not compute again. With a
+    `gate`, log_decay is its input: one kernel makes the decay and sums it.
     Raises ConfigError where fla or these kernels cannot run: see fla06, and K not a power of two
     from 16 to 128, or V not a multiple of 16.
     """
@@ -56,8 +61,12 @@ def chunk_kda_scan(
             f"is a multiple of 16, got {key_width} and {value_width}"
         )
     inputs = (q_PHK, k_PHK, v_PGV, log_decay_PGD, beta_PG, initial_states_XGKV)
+    learned = (None, None) if gate is None else (gate.log_rate, gate.offset)
+    lower_bound = None if gate is None else gate.lower_bound
     with torch.cuda.device(q_PHK.device):
-        output, states = _ScanKda.apply(*inputs, view, scale, safe_gate)
+        output, states = _ScanKda.apply(
+            *inputs, *learned, view, scale, safe_gate, lower_bound, keep_intermediates
+        )
     return output, states
 
 
@@ -71,15 +80,31 @@ class _ScanKda(torch.autograd.Function):
         log_decay: torch.Tensor,
         beta: torch.Tensor,
         initial_states: torch.Tensor,
+        log_rate: torch.Tensor | None,
+        offset: torch.Tensor | None,
         view: LinearView,
         scale: float,
         safe_gate: bool,
+        lower_bound: float | None,
+        keep_intermediates: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v, log_decay, beta = (_batched(x) for x in (q, k, v, log_decay, beta))
-        gate = _chunk_gate(log_decay, view)
+        if log_rate is None or offset is None:
+            gate, raw = _chunk_gate(log_decay, view), None
+        else:
+            raw = log_decay
+            gate = fla06.gate_cumsum(raw, KdaGate(log_rate, offset, lower_bound), view)
         wide_gate = _over_key_width(gate, q.shape[-1])
-        w, u, k_to_end, Aqk, Akk = fla06.intra_forward(
-            q, k, v, wide_gate, beta, scale=scale, safe_gate=safe_gate, view=view
+        w, u, q_from_start, k_to_end, Aqk, Akk = fla06.intra_forward(
+            q,
+            k,
+            v,
+            wide_gate,
+            beta,
+            scale=scale,
+            safe_gate=safe_gate,
+            with_q=keep_intermediates,
+            view=view,
         )
 
         pool = initial_states.new_empty(
@@ -93,8 +118,10 @@ class _ScanKda(torch.autograd.Function):
             q, v_new[None], wide_gate, Aqk, states[None], scale=scale, view=view
         )
 
-        ctx.save_for_backward(q, k, v, gate, beta, Aqk, Akk, pool)
-        ctx.view, ctx.scale, ctx.safe_gate = view, scale, safe_gate
+        inputs = (q, k, v, gate, beta, Aqk, Akk, pool, raw, log_rate, offset)
+        kept = (w, q_from_start, k_to_end, states, v_new) if keep_intermediates else ()
+        ctx.save_for_backward(*inputs, *kept)
+        ctx.view, ctx.scale, ctx.safe_gate, ctx.lower_bound = view, scale, safe_gate, lower_bound
         ctx.dtypes = (log_decay.dtype, initial_states.dtype)
         ctx.set_materialize_grads(False)
         return output[0], pool[view.num_external :]
@@ -104,7 +131,7 @@ class _ScanKda(torch.autograd.Function):
     def backward(
         ctx: Any, d_output: torch.Tensor | None, d_states: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, gate, beta, Aqk, Akk, pool = ctx.saved_tensors
+        q, k, v, gate, beta, Aqk, Akk, pool, raw, log_rate, offset, *kept = ctx.saved_tensors
         view, scale = ctx.view, ctx.scale
         decay_dtype, external_dtype = ctx.dtypes
         d_output = torch.zeros_like(v) if d_output is None else _batched(d_output)
@@ -112,10 +139,16 @@ class _ScanKda(torch.autograd.Function):
             d_states = d_states.contiguous()
 
         wide_gate = _over_key_width(gate, q.shape[-1])
-        w, u, q_from_start, k_to_end = fla06.decayed_rows(q, k, v, wide_gate, beta, Akk, view=view)
-        states, v_new = scan_states(
-            k_to_end[0], w[0], u[0], wide_gate[0], pool, view, fill_pool=False
-        )
+        if kept:
+            w, q_from_start, k_to_end, states, v_new = kept
+        else:
+            w, u, q_from_start, k_to_end = fla06.decayed_rows(
+                q, k, v, wide_gate, beta, Akk, view=view
+            )
+            states, v_new = scan_states(
+                k_to_end[0], w[0], u[0], wide_gate[0], pool, view, fill_pool=False
+            )
+            del u
         states, v_new = states[None], v_new[None]
         d_Aqk, d_v_new = fla06.output_backward(q, k, v_new, d_output, Aqk, scale=scale, view=view)
         d_end, d_v_new, d_start = scan_state_gradients(
@@ -129,7 +162,7 @@ class _ScanKda(torch.autograd.Function):
             view,
             scale=scale,
         )
-        del w, u, q_from_start, k_to_end
+        del w, q_from_start, k_to_end, kept
 
         d_q, d_k, d_v, d_beta, d_gate, d_Akk = fla06.rows_backward(
             q,
@@ -160,19 +193,25 @@ class _ScanKda(torch.autograd.Function):
             safe_gate=ctx.safe_gate,
             view=view,
         )
+        d_decay = _decay_gradient(d_gate, gate, view)
+        d_log_rate = d_offset = None
+        if raw is not None:
+            learned = KdaGate(log_rate, offset, ctx.lower_bound)
+            d_raw, d_log_rate, d_offset = fla06.gate_backward(raw, learned, d_decay[None])
+            d_decay = d_raw[0]
         num_key_heads = q.shape[2]
         return (
             _over_group(d_q, num_key_heads).to(q.dtype),
             _over_group(d_k, num_key_heads).to(k.dtype),
             d_v[0].to(v.dtype),
-            _decay_gradient(d_gate, gate, view).to(decay_dtype),
+            d_decay.to(decay_dtype),
             d_beta[0].to(beta.dtype),
             external_state_gradients(d_start, view).to(external_dtype)
             if ctx.needs_input_grad[5]
             else None,
-            None,
-            None,
-            None,
+            d_log_rate,
+            d_offset,
+            *(None,) * 5,
         )
 
 

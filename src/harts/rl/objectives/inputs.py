@@ -14,6 +14,7 @@ import torch
 
 from harts.data import aliases
 from harts.errors import DataError
+from harts.views.gather import on_device
 
 Fields = Mapping[str, npt.NDArray[Any]]
 
@@ -76,7 +77,7 @@ def optional_field(fields: Fields, canonical: str, like: torch.Tensor) -> torch.
     finite = np.isfinite(values)
     if not finite.all():
         raise DataError(_first_bad_value(name, values, int(np.argmin(finite)), fields))
-    return torch.from_numpy(values).to(device=like.device, dtype=like.dtype)
+    return on_device(values, like.device).to(like.dtype)
 
 
 def trajectory_of_position(fields: Fields) -> npt.NDArray[np.int64]:

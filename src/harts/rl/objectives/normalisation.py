@@ -18,6 +18,7 @@ import torch
 from harts.errors import ConfigError, DataError
 from harts.plan.denominators import Denominators
 from harts.rl.objectives.inputs import Fields, trajectory_of_position
+from harts.views.gather import on_device
 
 Normalisation = Literal["token_mean", "sequence_mean", "constant_length"]
 
@@ -68,7 +69,8 @@ def reduce_over_step(
         assert options.max_length is not None, "ReductionOptions checks max_length"
         return token_losses.sum() / (num_trajectories * options.max_length)
     tokens_of_own_trajectory = scored_tokens_of_position(fields, denominators)
-    token_weights = torch.from_numpy(1.0 / tokens_of_own_trajectory).to(token_losses)
+    token_weights = on_device(1.0 / tokens_of_own_trajectory, token_losses.device)
+    token_weights = token_weights.to(token_losses.dtype)
     return (token_losses * token_weights).sum() / num_trajectories
 
 
@@ -94,8 +96,7 @@ def trajectory_mean(
     if len(present) == 0:
         return values.detach()
     grouped_order, lengths, rank_of_position = (
-        torch.from_numpy(array).to(values.device)
-        for array in (np.argsort(rank, kind="stable"), counts, rank)
+        on_device(array, values.device) for array in (np.argsort(rank, kind="stable"), counts, rank)
     )
     # float64: GSPO clips at 3e-4, and a long float32 sum in sequence would lose digits of that.
     grouped = values.detach().double()[grouped_order]

@@ -1,0 +1,18 @@
+"""All adapters of a family: modules that compute the same with fused kernels."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from torch import nn
+
+from harts.models.fused.mla import fused_mla
+from harts.models.fused.mlp import fused_mlp
+from harts.models.fused.moe import fused_moe
+from harts.models.fused.norms import fused_norms
+
+
+def fused_adapters(hf_module: ModuleType) -> dict[type[nn.Module], type[nn.Module]]:
+    """Original class -> adapter, for the classes of a modelling module that have one."""
+    topics = (fused_norms, fused_mlp, fused_mla, fused_moe)
+    return {kind: adapter for topic in topics for kind, adapter in topic(hf_module).items()}

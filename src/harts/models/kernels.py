@@ -1,0 +1,83 @@
+"""Which implementation each part of an attached model runs; nothing stands in for another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal
+
+import torch
+
+from harts.errors import ConfigError
+from harts.ops.attention.api import Implementation as Attention
+from harts.ops.conv.api import Implementation as Convolution
+from harts.ops.cross_entropy.api import Implementation as LogProbs
+from harts.ops.linear_attention.api import Implementation as LinearAttention
+
+_MODULES = {
+    ("linear_attention", "scan"): "harts.ops.linear_attention.scan",
+    ("linear_attention", "rounds"): "harts.ops.linear_attention.rounds",
+    ("attention", "fa4"): "harts.ops.attention.fa4_b36",
+    ("convolution", "fused"): "harts.ops.conv.fused_kernels",
+    ("log_probs", "fused"): "harts.ops.cross_entropy.fused_kernels",
+    ("token_wise", "fused"): "harts.ops.norm.kernels",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Implementations by part, under the names of each operator's `impl`.
+
+    token_wise: "eager" keeps the model's own norms, activations and experts; "fused" replaces
+    them, under the same parameter names, where the family lists an adapter.
+    deterministic: the same inputs give the same bits, forward and backward. Only "fa4" is faster
+    without; every other part is deterministic either way.
+    The defaults are the references in plain PyTorch, on any device and in any dtype.
+    """
+
+    linear_attention: LinearAttention = "reference"
+    attention: Attention = "views"
+    convolution: Convolution = "reference"
+    log_probs: LogProbs = "reference"
+    token_wise: Literal["eager", "fused"] = "eager"
+    deterministic: bool = True
+
+    def check(self) -> None:
+        """Raise ConfigError, with what to install, for a part whose packages are missing."""
+        for (part, name), module in _MODULES.items():
+            if getattr(self, part) != name:
+                continue
+            try:
+                import_module(module)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{part}={name!r}: {error}; or choose others: "
+                    "attach(model, kernels=harts.Kernels())"
+                ) from None
+
+
+def fast_kernels(device: torch.device, *, deterministic: bool = False) -> Kernels:
+    """The fastest on a GPU, for models in bfloat16: what `attach` takes there.
+
+    FlashAttention-4 on Hopper and Blackwell, FlexAttention on other GPUs.
+    """
+    flash = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return Kernels(
+        linear_attention="scan",
+        attention="fa4" if flash else "flex",
+        convolution="fused",
+        log_probs="fused",
+        token_wise="fused",
+        deterministic=deterministic,
+    )
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The default of `attach`: fast for bfloat16 on a GPU, else the references.
+
+    float32 and float64 on a GPU are for checking, and the fast kernels multiply in tf32 at best.
+    Deterministic where torch.use_deterministic_algorithms says so.
+    """
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        return fast_kernels(device, deterministic=torch.are_deterministic_algorithms_enabled())
+    return Kernels()
