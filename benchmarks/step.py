@@ -1,8 +1,8 @@
 """One training step on one GPU: a rollout tree against the same trajectories expanded.
 
-    python benchmarks/step.py --case prototype
-    python benchmarks/step.py --case carry/step/table2-row1.jsonl.xz --samples 5
-    python benchmarks/step.py --case prototype --variants rounds views   # baselines beside it
+    python benchmarks/step.py                          # the prototype's tree, five samples
+    python benchmarks/step.py --case FILE.jsonl.xz FILE2.jsonl.xz --samples 5 2
+    python benchmarks/step.py --variants rounds views  # baselines beside it
 
 Both sides run the same model with the same kernels on microbatches of the same capacity; the
 expanded side gives every trajectory an identity of its own, so nothing is shared. A step is
@@ -66,11 +66,23 @@ def main() -> None:
     """Measure and print; write the JSON with --write or --out."""
     args = _arguments()
     limit_autotuning(args.configs)
-    batch = prototype_batch() if args.case == "prototype" else harts.read(args.case)
     model = _attached(args)
-    print(
-        f"{args.model}: {sum(p.numel() for p in model.model.parameters()) / 1e9:.2f} B", flush=True
-    )
+    num_parameters = sum(p.numel() for p in model.model.parameters())
+    print(f"{args.model}: {num_parameters / 1e9:.2f} B parameters", flush=True)
+    records = []
+    for index, case in enumerate(args.case):
+        samples = args.samples[min(index, len(args.samples) - 1)]
+        records.append(_case(model, case, samples, args))
+        if args.out:  # after each, since a run may be cut short
+            path = Path(args.out) / f"step-{args.model}-{args.recompute}.json"
+            path.write_text(json.dumps(records, indent=1) + "\n")
+    if args.write:
+        print(write_result("step", "h200", records))
+
+
+def _case(model: TreeModel, case: str, samples: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Both sides on one batch, the variants, the profile."""
+    batch = prototype_batch() if case == "prototype" else harts.read(case)
     sides = {
         "tree": _side(model, batch, args.capacity),
         "expanded": _side(model, unshared(batch), args.capacity),
@@ -84,7 +96,7 @@ def main() -> None:
         torch.cuda.synchronize()
         gradients[name] = _some_gradients(model)
         print(f"{name}: first step {time.perf_counter() - started:.1f} s", flush=True)
-    peak = _measure(model, sides, weights, args)
+    peak = _measure(model, sides, weights, samples)
     metrics = _metrics(model, sides, peak)
     metrics |= _agreement(sides, log_probs, gradients)
     for variant in args.variants:
@@ -92,19 +104,14 @@ def main() -> None:
     _print(metrics)
     if args.profile:
         _profile(partial(_step, model, sides["tree"], weights))
-    record = {
+    return {
         "bench": "step",
-        "case": f"{args.model} {Path(args.case).name} recompute {args.recompute}",
+        "case": f"{args.model} {Path(case).name.split('.')[0]} recompute {args.recompute}",
         "config": vars(args) | {"kernels": str(model.kernels)},
         "env": gpu_environment(),
         "metrics": metrics,
         "samples": {name: side.seconds for name, side in sides.items()},
     }
-    if args.out:
-        path = Path(args.out) / f"step-{Path(args.case).name.split('.')[0]}-{args.recompute}.json"
-        path.write_text(json.dumps([record], indent=1) + "\n")
-    if args.write:
-        print(write_result("step", "h200", [record]))
 
 
 def _attached(args: argparse.Namespace) -> TreeModel:
@@ -163,11 +170,11 @@ def _some_gradients(model: TreeModel) -> dict[str, torch.Tensor]:
 
 
 def _measure(
-    model: TreeModel, sides: dict[str, Side], weights: torch.Tensor, args: argparse.Namespace
+    model: TreeModel, sides: dict[str, Side], weights: torch.Tensor, samples: int
 ) -> dict[str, float]:
     """Samples of both sides in turn; peak memory of each in GiB."""
     peak: dict[str, float] = {}
-    for sample in range(args.samples):
+    for sample in range(samples):
         for name, side in sides.items():
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
@@ -371,10 +378,14 @@ def _print_share(event: Any, busy: float, name: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", default="prototype", help="'prototype', or a rollout file")
+    parser.add_argument(
+        "--case", nargs="+", default=["prototype"], help="'prototype' or rollout files"
+    )
     parser.add_argument("--model", default="ling-3-tiny", choices=SHAPES)
     parser.add_argument("--capacity", type=int, default=CAPACITY)
-    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument(
+        "--samples", type=int, nargs="+", default=[5], help="for each case, the last one repeated"
+    )
     parser.add_argument("--recompute", default="full", choices=("full", "none"))
     parser.add_argument("--variants", nargs="*", default=[], choices=VARIANTS)
     parser.add_argument("--kernels", nargs="*", default=[], help="such as attention=flex")

@@ -35,7 +35,7 @@ _GATED_DELTA_NET: dict[str, Any] = dict(
     linear_num_value_heads=32,
     linear_key_head_dim=128,
     linear_value_head_dim=128,
-    vocab_size=151936,
+    vocab_size=157184,
 )
 SHAPES: dict[str, dict[str, Any]] = {
     # 7.89 B parameters: the shape of Ling-3.0-tiny

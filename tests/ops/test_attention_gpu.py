@@ -622,7 +622,7 @@ def test_fa4_takes_views_of_fused_and_transposed_projections_without_a_copy() ->
         with torch.no_grad():
             got = tree_attention(*layout, view=view, scale=0.1, impl="fa4")
         assert torch.equal(got, want[0])
-        lse_and_slack = 4 * q.shape[0] * q.shape[1] + 2**20
+        lse_and_slack = 4 * q.shape[0] * q.shape[1] + 2**21  # half of what a copy would take
         assert torch.cuda.max_memory_allocated() - before <= 2 * got.numel() + lse_and_slack
         leaves = [x.detach().requires_grad_() for x in layout]
         out = tree_attention(*leaves, view=view, scale=0.1, impl="fa4")

@@ -48,7 +48,8 @@ def tree_attention_forward(
             "tokens; tree attention sees all ancestors, so this model is not supported"
         )
     output = tree_attention(
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        # squeeze, since the backward of x[0] would fill and copy a tensor of the size of x
+        *(x.squeeze(0).transpose(0, 1) for x in (query, key, value)),
         view=tree.view.attention,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         impl=tree.kernels.attention,

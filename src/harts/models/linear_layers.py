@@ -23,7 +23,7 @@ from harts.ops.linear_attention import KdaGate, chunk_kda
 
 def pack(hidden_states: torch.Tensor, tree: TreeRun) -> torch.Tensor:
     """(1, C, D) -> (P, D)."""
-    return gather_rows(hidden_states[0], tree.view.linear.packed)
+    return gather_rows(hidden_states.squeeze(0), tree.view.linear.packed)
 
 
 def unpack(output: torch.Tensor, tree: TreeRun) -> torch.Tensor:

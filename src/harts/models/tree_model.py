@@ -126,7 +126,7 @@ class TreeModel:
             use_cache=False,
             tree=TreeRun(view, self.kernels, self._all_layers_recomputed()),
         )
-        return output.last_hidden_state[0]
+        return output.last_hidden_state.squeeze(0)
 
 
 def attach(model: nn.Module, *, kernels: Kernels | None = None) -> TreeModel:

@@ -24,7 +24,7 @@ class TreeQwen3NextGatedDeltaNet(hf.Qwen3NextGatedDeltaNet):
             return super().forward(hidden_states, *args, **kwargs)
         rows = pack(hidden_states, tree)[None]
         query, key, value, z, b, a = (
-            x[0]
+            x.squeeze(0)
             for x in self.fix_query_key_value_ordering(
                 self.in_proj_qkvz(rows), self.in_proj_ba(rows)
             )

@@ -116,7 +116,7 @@ class GatedRotaryLatentAttention(LatentAttention):
             return super().forward(  # type: ignore[no-any-return]
                 hidden_states, position_embeddings, attention_mask, *args, **kwargs
             )
-        hidden = hidden_states[0]
+        hidden = hidden_states.squeeze(0)
         cos, sin = (x[0] for x in position_embeddings)
         query = rotate_queries(self._queries(hidden), cos, sin, impl=self.implementation)
         key, value = self._keys_values(hidden, cos, sin)
@@ -139,7 +139,7 @@ class PlainLatentAttention(LatentAttention):
             return super().forward(  # type: ignore[no-any-return]
                 hidden_states, attention_mask, *args, **kwargs
             )
-        hidden = hidden_states[0]
+        hidden = hidden_states.squeeze(0)
         key, value = self._keys_values(hidden, None, None)
         output, weights = self._attend(self._queries(hidden), key, value, attention_mask, **kwargs)
         return self.o_proj(output.flatten(2)), weights
