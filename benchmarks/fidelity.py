@@ -40,6 +40,7 @@ import torch
 from torch import nn
 
 import harts
+from harts.models.kernels import fast_kernels
 from harts.models.load import load_model
 from harts.models.tree_model import TreeModel
 from harts.ops.cross_entropy import mapped_log_probs
@@ -97,7 +98,8 @@ def main() -> None:
     started = time.perf_counter()
     if args.device == "cuda":
         limit_autotuning(args.configs)
-        model = harts.attach(build_model(args.model))
+        kernels = fast_kernels(torch.device("cuda"), deterministic=True)
+        model = harts.attach(build_model(args.model), kernels=kernels)
     else:
         tiny = load_model(args.model, vocab_size=vocabulary, dtype=args.dtype)
         model = harts.attach(tiny.train())
