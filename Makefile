@@ -17,7 +17,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)'   # before anything that depends on torch and would pick another build
-	$(PIP) --editable '.[hf,cli,data,plan,bench,dev]'
+	$(PIP) --editable '.[hf,cli,data,chat,plan,bench,dev]'
 	touch $@
 
 demo: install

@@ -70,3 +70,29 @@ def test_a_folder_needs_no_weights(run_harts: Run, tmp_path: Path) -> None:
 def test_a_sliding_window_is_refused_with_its_reason(run_harts: Run, tmp_path: Path) -> None:
     tiny_model("mistral", vocab_size=16, sliding_window=8).config.save_pretrained(tmp_path)
     assert_refused(run_harts("doctor", "--model", tmp_path, "--json"), "mistral", "sliding")
+
+
+def test_guards_are_listed_and_hold(run_harts: Run) -> None:
+    outcome = run_harts("doctor", "--model", "tiny:qwen3_5", "--json")
+    assert outcome.code == 0
+    guards = {guard["name"]: guard["status"] for guard in outcome.json["guards"]}
+    assert guards["no leak: recurrence"] == guards["no leak: convolution"] == "passed"
+    assert guards["every mixer knows the tree"] == "passed"
+    assert outcome.json["model"]["kernels"]["device"] in ("cpu", "cuda")
+    assert not outcome.stderr
+    without = run_harts("doctor", "--json").json["guards"]
+    assert {guard["name"] for guard in without} < set(guards)
+
+
+def test_a_guard_that_fails_is_exit_code_1(run_harts: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    outcome = run_harts("doctor")
+    assert outcome.code == 1
+    line = next(x for x in outcome.stdout.splitlines() if "parallelism of the launcher" in x)
+    assert "NO   PARALLELISM_CONFIG_CP_SIZE is 2" in line
+
+
+def test_kernels_of_this_machine_are_named(run_harts: Run) -> None:
+    text = run_harts("doctor", "--model", "tiny:llama").stdout
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert f"kernels on {device}" in text

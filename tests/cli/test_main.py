@@ -40,7 +40,7 @@ def test_an_interrupted_command_exits_with_130(
     def interrupt(path: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("harts.cli.plan.read", interrupt)
+    monkeypatch.setattr("harts.cli.plan.read_rollouts", interrupt)
     outcome = run_harts("plan", rollouts)
     assert (outcome.code, outcome.stdout) == (130, "")
 
@@ -51,7 +51,7 @@ def test_a_bug_keeps_its_traceback(
     def stumble(path: str) -> None:
         raise RuntimeError("not a user's error")
 
-    monkeypatch.setattr("harts.cli.plan.read", stumble)
+    monkeypatch.setattr("harts.cli.plan.read_rollouts", stumble)
     with pytest.raises(RuntimeError, match="not a user's error"):
         run_harts("plan", rollouts)
 

@@ -328,3 +328,52 @@ def test_gradients_that_are_ten_percent_off_do_not_pass_in_bfloat16(
     monkeypatch.setattr("harts.train.verification.attach", attach_wrongly)
     model = tiny_model("llama", vocab_size=24).bfloat16()
     assert verify_model(model, read(rollouts)).passed is passed
+
+
+def with_recorded(path: Path, rollouts: Path, change: float, temperature: float = 1.0) -> Path:
+    """The rollouts with the log-probabilities that tiny:llama gives them, times a factor."""
+    rows = [json.loads(line) | {"temperature": temperature} for line in rollouts.open()]
+    batch = TrajectoryBatch.from_rows(rows)
+    found = verify_model(tiny_model("llama", vocab_size=24), batch)
+    for row, begin in zip(rows, batch.offsets.tolist(), strict=False):
+        values = np.nan_to_num(found.log_probs[begin : begin + len(row["input_ids"])])
+        row["rollout_log_probs"] = (change * values).tolist()
+    return write_rows(path, rows)
+
+
+def test_recorded_log_probs_of_the_same_model_and_temperature_pass(
+    run_harts: Run, rollouts: Path, tmp_path: Path
+) -> None:
+    path = with_recorded(tmp_path / "same.jsonl", rollouts, 1.0, temperature=0.7)
+    words = ["verify", path, "--model", "tiny:llama", "--rollout-logprobs"]
+    outcome = run_harts(*words, "--json")
+    assert outcome.code == 0
+    recorded = outcome.json["rollout_logprobs"]
+    assert recorded["max_abs"] < 1e-5
+    assert (recorded["field"], recorded["temperature_field"]) == (
+        "rollout_log_probs",
+        "temperature",
+    )
+    assert "rollout_logprobs" not in run_harts(*words[:-1], "--json").json
+
+
+def test_recorded_log_probs_that_differ_do_not_pass_and_are_explained(
+    run_harts: Run, rollouts: Path, tmp_path: Path
+) -> None:
+    path = with_recorded(tmp_path / "other.jsonl", rollouts, 1 / np.log(2))
+    words = ["verify", path, "--model", "tiny:llama", "--rollout-logprobs"]
+    outcome = run_harts(*words, "--json")
+    assert outcome.code == 1
+    assert outcome.json["passed"] is False
+    assert outcome.json["max_abs_logprob_diff"] < 1e-5
+    text = run_harts(*words)
+    assert text.code == 1
+    assert "warning       recorded values are 1.44 times the recomputed ones" in text.stdout
+    assert "worst         trajectory " in text.stdout
+    assert text.stdout.splitlines()[-1] == "passed        NO"
+    assert run_harts(*words, "--rollout-tolerance", "9").code == 0
+
+
+def test_a_file_without_recorded_log_probs_is_refused(run_harts: Run, rollouts: Path) -> None:
+    words = ["verify", rollouts, "--model", "tiny:llama", "--rollout-logprobs", "--json"]
+    assert_refused(run_harts(*words), "no recorded log-probabilities", "old_log_probs")

@@ -104,7 +104,7 @@ def test_the_kernels_refuse_cpu_tensors_in_one_line(family: str) -> None:
     tree_model = harts.attach(model)
     for module in adapt(model, fused_mla):
         del module.implementation
-    with pytest.raises(ConfigError, match='"fused" needs CUDA tensors') as error:
+    with pytest.raises(ConfigError, match="'fused' needs CUDA tensors") as error:
         tree_model.log_probs(microbatch())
     assert "\n" not in str(error.value)
 

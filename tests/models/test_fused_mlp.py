@@ -46,9 +46,9 @@ def test_the_reference_gives_the_bits_of_the_original(family: str, dtype: torch.
 def test_the_kernels_refuse_cpu_tensors_in_one_line(family: str) -> None:
     _, adapted = original_and_adapted(family)
     del adapted.implementation
-    with pytest.raises(ConfigError, match='"fused" needs CUDA tensors') as error:
+    with pytest.raises(ConfigError, match="'fused' needs CUDA tensors") as error:
         run(adapted, torch.float32)
-    assert "\n" not in str(error.value) and 'token_wise="eager"' in str(error.value)
+    assert "\n" not in str(error.value) and "token_wise='eager'" in str(error.value)
 
 
 def test_wrapped_projections_are_called() -> None:

@@ -168,7 +168,7 @@ def test_families_without_moe_have_no_adapters() -> None:
 
 @families
 def test_rows_on_the_cpu_are_refused_in_one_line(model_type: str) -> None:
-    with pytest.raises(ConfigError, match="needs CUDA tensors, got cpu") as caught:
+    with pytest.raises(ConfigError, match="needs CUDA tensors, got them on cpu") as caught:
         adapted(block_of(model_type), model_type)(inputs(torch.float32)[0])
     assert "\n" not in str(caught.value)
 

@@ -80,9 +80,9 @@ def test_the_reference_gives_the_bits_of_the_original(
 def test_the_kernels_refuse_cpu_tensors_in_one_line(original: Any, adapter: Any) -> None:
     _, adapted = original_and_adapted(original, adapter)
     del adapted.implementation
-    with pytest.raises(ConfigError, match='"fused" needs CUDA tensors') as error:
+    with pytest.raises(ConfigError, match="'fused' needs CUDA tensors") as error:
         run(adapted, torch.float32)
-    assert "\n" not in str(error.value) and 'token_wise="eager"' in str(error.value)
+    assert "\n" not in str(error.value) and "token_wise='eager'" in str(error.value)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -40,10 +40,10 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         (HartsError, "want one shape and one floating dtype", lambda: swiglu(x, x.half())),
         (HartsError, "want one logit a row", lambda: gate_heads(x, x)),
         (ConfigError, "impl is 'fast'", lambda: swiglu(x, x, impl="fast")),  # type: ignore[arg-type]
-        (ConfigError, '"fused" needs CUDA tensors', lambda: swiglu(x, x, impl="fused")),
+        (ConfigError, "'fused' needs CUDA tensors", lambda: swiglu(x, x, impl="fused")),
         (
             ConfigError,
-            '"fused" needs CUDA tensors',
+            "'fused' needs CUDA tensors",
             lambda: gate_heads(x, x[..., 0], impl="fused"),
         ),
     ]

@@ -110,7 +110,7 @@ def test_tensors_on_the_cpu_are_refused_by_the_fused_operators_in_one_line() -> 
         lambda: softmax_top_k(logits, top_k=2, normalise=True, impl="fused"),
     ]
     for call in calls:
-        with pytest.raises(ConfigError, match="needs CUDA tensors, got cpu") as caught:
+        with pytest.raises(ConfigError, match="needs CUDA tensors, got them on cpu") as caught:
             call()
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="impl is 'fast', want one of reference, fused"):

@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         (ConfigError, "scaling is 'none'", lambda: rms_norm(x, weight, eps=EPS, scaling="none")),  # type: ignore[arg-type]
         (
             ConfigError,
-            '"fused" needs CUDA tensors',
+            "'fused' needs CUDA tensors",
             lambda: rms_norm(x, weight, eps=EPS, impl="fused"),
         ),
         (

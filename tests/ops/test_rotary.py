@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_refused_in_one_line() -> None:
         (ConfigError, "impl is 'fast'", lambda: assemble(kv, k_rope, cos, sin, impl="fast")),
         (
             ConfigError,
-            '"fused" needs CUDA tensors',
+            "'fused' needs CUDA tensors",
             lambda: rotate_queries(q, cos, sin, impl="fused"),
         ),
     ]

@@ -1,4 +1,4 @@
-"""`harts doctor`: what this installation can do, and what is missing for the rest."""
+"""`harts doctor`: what this installation can do, what is missing, and what would go wrong."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import platform
 from collections import Counter
 from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import harts
 from harts.cli.output import Rows, print_result, stdout_kept_for_results
-from harts.errors import HartsError
+from harts.errors import ConfigError, HartsError
+
+if TYPE_CHECKING:
+    from harts.models.guards import Guard
 
 _PACKAGES = (
     "torch",
@@ -26,6 +29,12 @@ _PACKAGES = (
     "zstandard",
     "pydantic",
     "peft",
+    "safetensors",
+    "tokenizers",
+    "accelerate",
+    "einops",
+    "quack-kernels",
+    "ortools",
 )
 
 _KERNELS = {
@@ -33,6 +42,9 @@ _KERNELS = {
     "FlashAttention-4": "harts.ops.attention.fa4_b36",
     "fused convolution, norms, experts and log-probs": "harts.ops.norm.kernels",
 }
+
+
+_GUARD_MARKS = {"passed": "ok ", "failed": "NO ", "not applicable": "-  "}
 
 
 @dataclass(frozen=True)
@@ -45,22 +57,26 @@ class Capability:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print versions, devices, capabilities and, with --model, the audit of that model."""
+    """Print versions, devices, capabilities, guards and, with --model, the audit of that model.
+
+    Exit code 1 where a guard failed.
+    """
     with stdout_kept_for_results():
         versions = {name: _version(name) for name in _PACKAGES}
         devices, device_problem = _cuda_devices()
         capabilities = _capabilities(versions, devices, device_problem)
-        layers = None if args.model is None else _audited(args.model)
+        model, guards = _examined(args.model, versions)
     result = {
         "harts": harts.__version__,
         "python": platform.python_version(),
         "versions": versions,
         "devices": devices,
         "capabilities": [asdict(capability) for capability in capabilities],
-        "model": None if layers is None else {"name": args.model, "layers": layers},
+        "model": model,
+        "guards": [asdict(guard) for guard in guards],
     }
     print_result(result, _rows(result), as_json=args.json)
-    return 0
+    return 1 if any(guard.status == "failed" for guard in guards) else 0
 
 
 def _version(package: str) -> str | None:
@@ -100,6 +116,9 @@ def _capabilities(
         needs("read .zst", "zstandard", "data", "zstandard"),
         needs("read Parquet", "pyarrow", "data", "pyarrow"),
         Capability("plan", True, "numpy"),
+        needs("plan large steps faster", "numba", "plan", "numba; the same plans"),
+        needs("compare with OR-Tools plans", "ortools", "bench", "ortools, from a source checkout"),
+        needs("show text with a tokenizer.json", "tokenizers", "hf", "tokenizers"),
         _families(hf),
         hf,
         on_gpu,
@@ -139,17 +158,56 @@ def _families(hf: Capability) -> Capability:
     return Capability(name, True, present)
 
 
-def _audited(spec: str) -> list[dict[str, Any]]:
-    """How the layers of a model run, grouped; raises UnsupportedModelError with the refusal."""
+def _examined(
+    spec: str | None, versions: dict[str, str | None]
+) -> tuple[dict[str, Any] | None, list[Guard]]:
+    """The model as a dict of its layers and kernels, and all guards that apply.
+
+    Raises UnsupportedModelError with the refusal.
+    """
+    if versions["torch"] is None or versions["transformers"] is None:
+        if spec is not None:
+            raise ConfigError(f"{spec}: models need transformers; pip install 'harts[hf]'")
+        return None, []
+    try:
+        from transformers.utils import logging
+
+        from harts.models.guards import environment_guards, model_guards
+    except (ImportError, OSError):
+        if spec is not None:
+            raise
+        return None, []  # the capabilities say what does not import
+    guards = list(environment_guards())
+    if spec is None:
+        return None, guards
     from harts.models.load import load_skeleton
     from harts.models.tree_model import attach
 
-    findings = attach(load_skeleton(spec)).findings
-    groups = Counter((finding.kind, finding.treatment) for finding in findings)
-    return [
+    logging.disable_progress_bar()  # tiny models are saved and loaded on the way
+    tree_model = attach(load_skeleton(spec))
+    groups = Counter((finding.kind, finding.treatment) for finding in tree_model.findings)
+    layers = [
         {"count": count, "kind": kind, "treatment": treatment}
         for (kind, treatment), count in groups.items()
     ]
+    model = {"name": spec, "layers": layers, "kernels": _kernels_here()}
+    return model, guards + list(model_guards(tree_model))
+
+
+def _kernels_here() -> dict[str, Any]:
+    """What `attach` would choose for a bfloat16 model on this machine's first device."""
+    import torch
+
+    from harts.models.kernels import kernels_for
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = kernels_for(device, torch.bfloat16)
+    problem = None
+    try:
+        chosen.check()
+    except HartsError as error:
+        problem = str(error)
+    return {"device": device.type} | asdict(chosen) | {"problem": problem}
 
 
 def _rows(result: dict[str, Any]) -> Rows:
@@ -160,10 +218,28 @@ def _rows(result: dict[str, Any]) -> Rows:
     for capability in result["capabilities"]:
         mark = "yes" if capability["usable"] else "no "
         rows.append((capability["name"], f"{mark}  {capability['detail']}"))
-    if result["model"] is not None:
+    if result["guards"]:
         rows.append(("", ""))
         rows += [
-            (result["model"]["name"], f"{layer['count']} x {layer['kind']} -> {layer['treatment']}")
-            for layer in result["model"]["layers"]
+            (guard["name"], f"{_GUARD_MARKS[guard['status']]}  {guard['detail']}")
+            for guard in result["guards"]
         ]
+    if result["model"] is not None:
+        rows.append(("", ""))
+        rows += _model_rows(result["model"])
+    return rows
+
+
+def _model_rows(model: dict[str, Any]) -> Rows:
+    rows = [
+        (model["name"], f"{layer['count']} x {layer['kind']} -> {layer['treatment']}")
+        for layer in model["layers"]
+    ]
+    kernels = dict(model["kernels"])
+    device, problem = kernels.pop("device"), kernels.pop("problem")
+    del kernels["deterministic"]
+    chosen = ", ".join(f"{part.replace('_', ' ')} {impl}" for part, impl in kernels.items())
+    rows.append((f"kernels on {device}", chosen))
+    if problem:
+        rows.append(("", f"not usable: {problem}"))
     return rows

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 
 import harts
 from harts.cli.output import print_error
+from harts.cli.reading import add_reading_options
 from harts.errors import ConfigError, HartsError
 
 USER_ERROR = 2
@@ -36,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = _parse(argv)
-        return int(import_module(f"harts.cli.{args.command}").run(args))
+        code = int(import_module(f"harts.cli.{args.command}").run(args))
+        sys.stdout.flush()
+        return code
     except HartsError as error:
         print_error(str(error))
         return USER_ERROR
@@ -47,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         extra = _EXTRA_OF_PACKAGE[package]
         print_error(f"the package {package} is missing; pip install 'harts[{extra}]'")
         return USER_ERROR
+    except BrokenPipeError:  # whoever read stdout has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("harts: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -82,6 +89,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"harts {harts.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
+    _add_inspect(commands)
     _add_verify(commands)
     _add_train(commands)
     _add_doctor(commands)
@@ -117,7 +125,21 @@ def _add_plan(commands: Any) -> None:
         metavar="D",
         help="data-parallel replicas (default %(default)s)",
     )
+    _add_report(plan)
     _add_json(plan)
+
+
+def _add_inspect(commands: Any) -> None:
+    inspect = commands.add_parser(
+        "inspect",
+        help="say what is in a rollout file, what sharing saves, and why prefixes break",
+        description="Count trajectories, tokens and unique rows by task, depth and fan-out, and "
+        "explain where a step of a rollout does not begin with all of an earlier one.",
+    )
+    _add_file(inspect, tokenizer_use="shows the text of breaks and names more of them")
+    _add_capacity_and_chunk_size(inspect)
+    _add_report(inspect)
+    _add_json(inspect)
 
 
 def _add_verify(commands: Any) -> None:
@@ -164,6 +186,22 @@ def _add_verify(commands: Any) -> None:
     )
     verify.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default %(default)s)")
     verify.add_argument(
+        "--rollout-logprobs",
+        action="store_true",
+        help="also compare the log-probabilities recorded in the file (rollout_log_probs, "
+        "old_log_probs or another name for them) with the recomputed ones, the recorded "
+        "temperature applied; say where they differ most and whether it looks like a shift by one "
+        "or another temperature",
+    )
+    verify.add_argument(
+        "--rollout-tolerance",
+        type=_positive,
+        metavar="X",
+        default=0.05,
+        help="largest mean absolute difference of the recorded log-probabilities, in nats; above "
+        "it the exit code is 1 (default %(default)s)",
+    )
+    verify.add_argument(
         "--seed",
         type=int,
         default=0,
@@ -205,12 +243,8 @@ def _add_doctor(commands: Any) -> None:
     _add_json(doctor)
 
 
-def _add_file(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "file",
-        metavar="FILE",
-        help="rollouts: JSON lines (also .gz, .xz, .zst) or Parquet, one trajectory a row",
-    )
+def _add_file(parser: argparse.ArgumentParser, *, tokenizer_use: str = "") -> None:
+    add_reading_options(parser, tokenizer_use=tokenizer_use)
 
 
 def _add_capacity_and_chunk_size(parser: argparse.ArgumentParser) -> None:
@@ -227,6 +261,14 @@ def _add_capacity_and_chunk_size(parser: argparse.ArgumentParser) -> None:
         default=64,
         metavar="B",
         help="rows of a linear-attention chunk (default %(default)s)",
+    )
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--report",
+        metavar="OUT.html",
+        help="also write a page with drawings: one file, to open in a browser",
     )
 
 

@@ -12,20 +12,24 @@ from typing import Any
 
 import harts
 from harts.cli.output import counted, percent, print_result, seconds
-from harts.data.read import read
+from harts.cli.reading import read_rollouts
 from harts.data.trajectory import TrajectoryBatch
 from harts.errors import ConfigError
 from harts.plan.over_capacity import within_capacity
 from harts.plan.planner import plan_step
 from harts.plan.step_plan import StepPlan
 from harts.plan.verify import verify_plan
+from harts.report.page import check_destination
+from harts.report.plan_report import write_plan_report
 
 _BASELINES = {"ortools": ("ortools_ffd", "plan_ortools"), "dta": ("dta", "plan_dta")}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, verify the plan (outside `plan_seconds`) and print its summary."""
-    batch = read(args.file)
+    """Plan, verify the plan (outside `plan_seconds`), print its summary and write its report."""
+    if args.report is not None:
+        check_destination(args.report, made_from=args.file)  # before the work, not after it
+    batch = read_rollouts(args)
     plan = _plan(batch, args)
     verify_plan(plan)
     summary = plan.summary()
@@ -33,6 +37,9 @@ def run(args: argparse.Namespace) -> int:
     if len(plan.dropped):
         summary["dropped"] = [batch.name_of(i) for i in plan.dropped.tolist()]
         rows.append(("dropped", ", ".join(summary["dropped"])))
+    if args.report is not None:
+        write_plan_report(plan, args.report, source=Path(args.file).name)
+        rows.append(("report", args.report))
     print_result(summary, rows, as_json=args.json)
     return 0
 

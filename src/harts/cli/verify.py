@@ -9,26 +9,53 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from harts.cli.output import Rows, counted, print_result, seconds, stdout_kept_for_results
-from harts.data.read import read
+from harts.cli.reading import read_rollouts
 from harts.data.trajectory import TrajectoryBatch
 from harts.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from harts.train.rollout_logprobs import RecordedComparison
     from harts.train.verification import Verification
 
 
 def run(args: argparse.Namespace) -> int:
     """Load, compare, print; 0 when passed, 1 when not."""
-    batch = read(args.file)
+    batch = read_rollouts(args)
     if args.limit is not None:
         batch = batch.select(np.arange(min(args.limit, len(batch))))
     with stdout_kept_for_results():
+        if args.rollout_logprobs:
+            _require_recorded(batch)
         model = _load(args, batch)
         result = _verify(model, batch, args)
-    print_result(result.summary(), _rows(result, model, args), as_json=args.json)
-    return 0 if result.passed else 1
+        recorded = _compare_recorded(result, args) if args.rollout_logprobs else None
+    summary, rows = result.summary(), _rows(result, model, args)
+    passed = result.passed
+    if recorded is not None:
+        passed = passed and recorded.passed
+        summary["rollout_logprobs"] = recorded.summary()
+        summary["passed"] = passed
+        rows += _recorded_rows(recorded)
+    rows.append(("passed", "yes" if passed else "NO"))
+    print_result(summary, rows, as_json=args.json)
+    return 0 if passed else 1
+
+
+def _require_recorded(batch: TrajectoryBatch) -> None:
+    """Refuse a file without recorded values before the model works."""
+    from harts.train.rollout_logprobs import recorded_field
+
+    recorded_field(batch)
+
+
+def _compare_recorded(result: Verification, args: argparse.Namespace) -> RecordedComparison:
+    from harts.train.rollout_logprobs import compare_recorded
+
+    return compare_recorded(
+        result.plan.batch, result.log_probs, result.entropy, tolerance=args.rollout_tolerance
+    )
 
 
 def _load(args: argparse.Namespace, batch: TrajectoryBatch) -> nn.Module:
@@ -65,7 +92,7 @@ def _verify(model: nn.Module, batch: TrajectoryBatch, args: argparse.Namespace) 
     return verify_model(model, batch, options)
 
 
-def _rows(result: Verification, model: Any, args: argparse.Namespace) -> Rows:
+def _rows(result: Verification, model: Any, args: argparse.Namespace) -> list[tuple[str, str]]:
     summary, batch = result.summary(), result.plan.batch
     parameters = sum(p.numel() for p in model.parameters())
     found, allowed = result.differences, result.allowed
@@ -104,8 +131,46 @@ def _rows(result: Verification, model: Any, args: argparse.Namespace) -> Rows:
             f"tree {seconds(result.tree_seconds)}, expanded {seconds(result.expanded_seconds)}: "
             f"{result.speedup:.2f}x (expanded: transformers' own layers)",
         ),
-        ("passed", "yes" if result.passed else "NO"),
     ]
+
+
+def _recorded_rows(recorded: RecordedComparison) -> Rows:
+    """The comparison with the rollout's own log-probabilities."""
+    temperature = recorded.temperature_field or "none in the data, taken as 1"
+    rows = [
+        ("", ""),
+        (
+            "recorded",
+            f"{recorded.field}, {counted(recorded.count, 'scored token')}; temperature: "
+            f"{temperature}",
+        ),
+        (
+            "difference",
+            f"mean absolute {recorded.mean_abs:.3g} (tolerance {recorded.tolerance:.3g}), "
+            f"median {recorded.p50:.3g}, 95 % {recorded.p95:.3g}, 99 % {recorded.p99:.3g}, "
+            f"max {recorded.max_abs:.3g}; mean {recorded.mean:+.3g} nats (recorded - recomputed)",
+        ),
+    ]
+    for place, part in enumerate(recorded.by_position):
+        rows.append(
+            (
+                "by position" if place == 0 else "",
+                f"{part.first:,} to {part.last:,}: mean {part.mean_abs:.3g}, max "
+                f"{part.max_abs:.3g} ({counted(part.count, 'token')})",
+            )
+        )
+    for place, worst in enumerate(recorded.worst):
+        rows.append(
+            (
+                "worst" if place == 0 else "",
+                f"{worst.name}, position {worst.position:,}, token {worst.token}: recorded "
+                f"{worst.recorded:.4f}, recomputed {worst.recomputed:.4f}",
+            )
+        )
+    if recorded.suspicion is not None:
+        rows.append(("warning", recorded.suspicion))
+    rows.append(("", ""))
+    return rows
 
 
 def _tolerances(*limits: float) -> str:

@@ -24,6 +24,7 @@ FIELD_ALIASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rollout_log_probs": ("rollout_log_probs", "rollout_logprobs"),
         "ref_log_probs": ("ref_log_probs", "ref_log_prob", "ref_logprobs"),
         "temperature": ("temperature", "temperatures"),
+        "version": ("version", "versions", "weight_version", "weight_versions"),
         "group_id": ("group_id", "uid", "group_index", "task_id"),
         "rollout_id": ("rollout_id", "trial_id"),
         "identity": ("identity",),
@@ -47,9 +48,23 @@ NUMERIC_FIELDS = frozenset(
 
 TOKEN_NAMES = ("input_ids", "tokens", "token_ids")
 MASK_NAMES = ("loss_mask", "loss_masks", "mask")
-PROMPT_NAMES = ("prompt_ids", "prompt_token_ids", "prompts")
-RESPONSE_NAMES = ("response_ids", "completion_ids", "responses")
-RESPONSE_MASK_NAMES = ("loss_mask", "loss_masks", "response_mask", "env_mask", "mask")
+PROMPT_NAMES = ("prompt_ids", "prompt_token_ids", "prompts", "prompt_tokens")
+RESPONSE_NAMES = (
+    "response_ids",
+    "completion_ids",
+    "responses",
+    "response_token_ids",
+    "completion_token_ids",
+    "response_tokens",
+)
+RESPONSE_MASK_NAMES = (
+    "loss_mask",
+    "loss_masks",
+    "response_mask",
+    "env_mask",
+    "tool_mask",
+    "mask",
+)
 
 
 def find(fields: Iterable[str], canonical: str) -> str | None:

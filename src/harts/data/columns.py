@@ -47,20 +47,22 @@ def collect(pairs: Iterable[tuple[Row, str | None]]) -> Columns:
         sources.append(source)
     if not names:
         raise DataError("the batch has no trajectories; give at least one row")
-    parts = values.pop("input_ids")
-    lengths = np.array([part.size for part in parts], np.int64)
+    lengths = np.array([part.size for part in values["input_ids"]], np.int64)
+    # each column is freed once it is joined: the peak is the rows and one column
+    tokens = np.concatenate(values.pop("input_ids"))
+    loss_mask = np.concatenate(values.pop("loss_mask"))
     position_fields: dict[str, Array] = {}
     trajectory_fields: dict[str, Array] = {}
-    masks = values.pop("loss_mask")
-    for name, column in values.items():
+    for name in list(values):
+        column = values.pop(name)
         if name == "identity" or any(isinstance(value, np.ndarray) for value in column):
             position_fields[name] = _position_column(name, column, lengths, names)
         else:
-            trajectory_fields[name] = _trajectory_column(name, column, names)
+            trajectory_fields[name] = trajectory_column(name, column, names)
     return Columns(
-        tokens=np.concatenate(parts),
+        tokens=tokens,
         offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
-        loss_mask=np.concatenate(masks),
+        loss_mask=loss_mask,
         position_fields=position_fields,
         trajectory_fields=trajectory_fields,
         sources=None if None in sources else tuple(source for source in sources if source),
@@ -98,8 +100,12 @@ def _position_column(name: str, column: list[Any], lengths: Array, names: list[s
     return joined
 
 
-def _trajectory_column(name: str, column: list[Any], names: list[str]) -> Array:
-    """None turns numbers into floats with NaN; strings, dicts and mixtures are kept as objects."""
+def trajectory_column(name: str, column: list[Any], names: list[str]) -> Array:
+    """One entry a trajectory as an array (N,); names: the trajectories, for messages.
+
+    None turns numbers into floats with NaN; strings, dicts and mixtures are kept as objects.
+    Raises DataError for numbers that would be rounded and for fields that must be numbers.
+    """
     dtypes = [_scalar_dtype(value, name, where) for value, where in zip(column, names, strict=True)]
     known = {dtype for dtype in dtypes if dtype is not None}
     has_null = None in dtypes

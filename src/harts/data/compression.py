@@ -4,29 +4,35 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 from harts.errors import DataError
 
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
 
+Progress = Callable[[int, int], None]
+"""Called with (bytes read, bytes in all) of a file as it lies on disk, compressed or not."""
+
+_BUFFER = 1 << 20
+
 _BROKEN = (gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 
 
 @contextmanager
-def open_for_reading(path: Path) -> Iterator[IO[bytes]]:
+def open_for_reading(path: Path, progress: Progress | None = None) -> Iterator[IO[bytes]]:
     """A buffered stream of the decompressed bytes, to be read inside the `with`.
 
-    Raises DataError for a missing file, a directory, a file that may not be read, and an archive
-    that is broken or cut short (on reading, when the decompressor finds out).
+    progress: called about once a megabyte of the file. Raises DataError for a missing file, a
+    directory, a file that may not be read, and an archive that is broken or cut short (on reading,
+    when the decompressor finds out).
     """
     broken: tuple[type[Exception], ...] = (*_BROKEN, *_zstd_errors(path))
     try:
-        with path.open("rb") as raw, _decompressor(path, raw) as stream:
+        with _buffered(path, progress) as raw, _decompressor(path, raw) as stream:
             yield stream
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; check the path") from None
@@ -58,11 +64,31 @@ def compressor(path: Path, raw: BinaryIO) -> Iterator[IO[bytes]]:
         yield raw
 
 
+def _buffered(path: Path, progress: Progress | None) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(_CountedFile(path, progress), _BUFFER))
+
+
+class _CountedFile(io.FileIO):
+    """A file that says how far it has been read."""
+
+    def __init__(self, path: Path, progress: Progress | None) -> None:
+        super().__init__(path)
+        self._progress = progress
+        self._done, self._size = 0, path.stat().st_size
+
+    def readinto(self, buffer: Any) -> int | None:
+        taken = super().readinto(buffer)
+        if self._progress is not None and taken:
+            self._done += taken
+            self._progress(self._done, self._size)
+        return taken
+
+
 def _decompressor(path: Path, raw: BinaryIO) -> IO[bytes]:
     if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.GzipFile(fileobj=raw, mode="rb"))
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw, mode="rb"), _BUFFER)
     if path.suffix == ".xz":
-        return lzma.LZMAFile(raw)
+        return io.BufferedReader(lzma.LZMAFile(raw), _BUFFER)
     if path.suffix == ".zst":
         return io.BufferedReader(_ZstdStream(raw, _zstandard(path)), 1 << 18)
     return raw

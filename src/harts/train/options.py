@@ -29,12 +29,18 @@ OBJECTIVES: dict[str, type[ReductionOptions]] = {
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """path: rollouts, any format that harts reads. format: override the detection.
+    tokenizer, chat_template, sampling, rewards, trust: as in `harts.read`.
     groups_per_step: groups (tasks) of each step; None takes all of them every step.
     Groups are shuffled anew every epoch by train.seed.
     """
 
     path: str
     format: str | None = None
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    sampling: Literal["step", "tree-step"] | None = None
+    rewards: str | None = None
+    trust: bool = False
     groups_per_step: int | None = None
 
 

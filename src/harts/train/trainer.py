@@ -14,6 +14,7 @@ from torch import nn
 
 import harts
 from harts.data.read import read
+from harts.data.trajectory import TrajectoryBatch
 from harts.errors import CheckpointError, ConfigError
 from harts.models.load import load_model
 from harts.models.tree_model import TreeModel, attach
@@ -30,7 +31,7 @@ from harts.train.device import (
 )
 from harts.train.log import RunLog
 from harts.train.mixed_precision import MixedPrecisionOptimizer
-from harts.train.options import RunOptions, TrainOptions
+from harts.train.options import DataOptions, RunOptions, TrainOptions
 from harts.train.recompute import set_recomputation
 from harts.train.sampling import GroupSampler, with_advantages
 from harts.train.step import StepResult, accumulate_gradients
@@ -54,9 +55,7 @@ def train(options: RunOptions, *, resume: bool = False) -> dict[str, Any]:
 def _train(options: RunOptions, device: torch.device, resume: bool) -> dict[str, Any]:
     run_dir, config = Path(options.output.dir), _as_json(options)
     checkpoint = _starting_point(run_dir, config, resume)
-    batch = with_advantages(
-        read(options.data.path, format=options.data.format), options.objective.advantages
-    )
+    batch = with_advantages(_read(options.data), options.objective.advantages)
     sampler = GroupSampler(
         batch,
         groups_per_step=options.data.groups_per_step,
@@ -109,6 +108,18 @@ def _train(options: RunOptions, device: torch.device, resume: bool) -> dict[str,
                 run_dir, number + 1, hf_model, optimizer, config, keep=options.output.keep
             )
     return metrics
+
+
+def _read(options: DataOptions) -> TrajectoryBatch:
+    return read(
+        options.path,
+        format=options.format,
+        tokenizer=options.tokenizer,
+        chat_template=options.chat_template,
+        sampling=options.sampling,
+        rewards=options.rewards,
+        trust=options.trust,
+    )
 
 
 def _starting_point(run_dir: Path, config: dict[str, Any], resume: bool) -> Checkpoint | None:

@@ -97,6 +97,7 @@ class Verification:
     differences: of the tree run from the expanded run, in bfloat16 from the expanded float32 run.
     allowed: their tolerances. worst_parameter: where parameter_gradient is largest.
     worst_trajectory, worst_position: where a log-probability differs most.
+    log_probs, entropy: float64 (S,), of the tree run at the scored positions, else NaN.
     tree_seconds includes planning and index tensors; both times are forward and backward of the
     whole batch, after a first pass over its shortest scored trajectory.
     """
@@ -108,6 +109,8 @@ class Verification:
     worst_trajectory: int
     worst_position: int
     worst_parameter: str
+    log_probs: Floats = dataclasses.field(repr=False, compare=False)
+    entropy: Floats = dataclasses.field(repr=False, compare=False)
     tree_seconds: float
     expanded_seconds: float
 
@@ -214,6 +217,8 @@ def verify_model(
         worst_trajectory=trajectory,
         worst_position=position,
         worst_parameter=worst_parameter,
+        log_probs=tree.log_probs,
+        entropy=tree.entropy,
         tree_seconds=tree.seconds,
         expanded_seconds=expanded.seconds,
     )

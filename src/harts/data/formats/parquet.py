@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from harts.data.compression import Progress
+from harts.data.formats.flat import adapted
 from harts.data.values import fail
 from harts.errors import DataError
 
@@ -21,7 +23,9 @@ JSON_MARK = {b"harts.encoding": b"json"}
 _ROWS_PER_STEP = 256
 
 
-def read_parquet(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
+def read_parquet(
+    path: Path, *, progress: Progress | None = None
+) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yield (row, "name:row n"), rows from 1; list columns as arrays of the column's own type.
 
     Reads 256 rows at a time. Raises DataError for a file that is not whole Parquet.
@@ -43,7 +47,11 @@ def read_parquet(path: Path) -> Iterator[tuple[Mapping[str, Any], str]]:
                 for index in range(batch.num_rows):
                     number += 1
                     row = {name: values[index] for name, values in columns.items()}
-                    yield row, f"{path.name}:row {number}"
+                    source = f"{path.name}:row {number}"
+                    yield adapted(row, source), source
+                if progress is not None:  # by rows: pyarrow does not say how far it has read
+                    size = path.stat().st_size
+                    progress(size * number // max(file.metadata.num_rows, 1), size)
     except broken as error:
         problem = f"not a whole Parquet file ({' '.join(str(error).split())[:120]})"
         fail(str(path), problem, "copy or write it again, or say what it is with format")

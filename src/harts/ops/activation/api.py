@@ -5,16 +5,11 @@ Source: Shazeer 2020 (SwiGLU); the head gate is Ling 3's.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 
-from harts.errors import ConfigError, HartsError
+from harts.errors import HartsError
 from harts.ops.activation.reference import gate_heads_reference, swiglu_reference
-
-Implementation = Literal["reference", "fused"]
-
-FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from harts.ops.fused_checks import Implementation, runs_fused
 
 
 def swiglu(
@@ -35,9 +30,8 @@ def swiglu(
             f"swiglu: gate {tuple(gate.shape)} {gate.dtype}, up {tuple(up.shape)} {up.dtype}; "
             "want one shape and one floating dtype"
         )
-    if impl == "reference":
+    if not runs_fused("swiglu", impl, gate):
         return swiglu_reference(gate, up)
-    _check_fused("swiglu", impl, gate)
     from harts.ops.activation.fused import swiglu_fused
 
     return swiglu_fused(gate, up)
@@ -59,9 +53,8 @@ def gate_heads(
         raise HartsError(
             f"gate_heads: x {tuple(x.shape)}, logits {tuple(logits.shape)}; want one logit a row"
         )
-    if impl == "reference":
+    if not runs_fused("gate_heads", impl, x, logits):
         return gate_heads_reference(x, logits)
-    _check_fused("gate_heads", impl, x, logits)
     if x.shape[-1] > 2048:
         raise HartsError(
             f'gate_heads: impl "fused" takes heads of at most 2,048 columns, got {x.shape[-1]:,}'
@@ -69,19 +62,3 @@ def gate_heads(
     from harts.ops.activation.fused import gate_heads_fused
 
     return gate_heads_fused(x, logits)
-
-
-def _check_fused(op: str, impl: str, *tensors: torch.Tensor) -> None:
-    if impl not in get_args(Implementation):
-        known = ", ".join(get_args(Implementation))
-        raise ConfigError(f"{op}: impl is {impl!r}, want one of {known}")
-    for tensor in tensors:
-        if not tensor.is_cuda:
-            raise ConfigError(
-                f'{op}: impl "fused" needs CUDA tensors, got them on {tensor.device}; '
-                'use impl "reference", for a model attach it with token_wise="eager"'
-            )
-        if tensor.dtype not in FUSED_DTYPES:
-            raise HartsError(
-                f'{op}: impl "fused" computes bfloat16, float16 and float32, not {tensor.dtype}'
-            )

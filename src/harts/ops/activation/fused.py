@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from harts.errors import ConfigError
-
-try:
-    from harts.ops.activation import kernels
-except ImportError as error:
-    raise ConfigError(f"fused gates: Triton cannot be imported ({error})") from error
+from harts.ops.activation import kernels
 
 
 def swiglu_fused(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ Legend: N elements, W columns of a head, R heads of a tile, BW the power of two 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from harts.ops.needs_triton import tl, triton
 
 BLOCK = 2048
 NUM_WARPS = 4

@@ -10,17 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from harts.errors import ConfigError
 from harts.ops.conv.reference import UNIT_EPSILON
+from harts.ops.needs_triton import tl, triton
 from harts.views.conv import ConvView
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ConfigError(
-        f"causal_conv: impl 'fused' needs Triton, which is missing: {error}"
-    ) from None
 
 _BLOCK_ROWS = 16
 _TILE_ROWS, _TILE_BLOCK_ROWS = 512, 8

@@ -13,9 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
+from harts.ops.needs_triton import tl, triton
 from harts.views.logprobs import LogProbView
 
 # Columns or places of one program and its warps: 16 bytes a thread and load, two to four loads in

@@ -14,9 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
+from harts.ops.needs_triton import tl, triton
 from harts.views.linear import LinearView
 
 

@@ -9,14 +9,11 @@ Legend: C rows, D hidden width, E experts, K experts a row, I width of an expert
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 
-from harts.errors import ConfigError, HartsError
+from harts.errors import HartsError
+from harts.ops.fused_checks import Implementation, runs_fused
 from harts.ops.moe import reference
-
-Implementation = Literal["reference", "fused"]
 
 
 def router_logits(
@@ -36,7 +33,7 @@ def router_logits(
             f"router_logits: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}; want "
             "(rows, width) and (experts, width)"
         )
-    if not _fused("router_logits", impl, hidden):
+    if not runs_fused("router_logits", impl, hidden):
         return reference.router_logits(hidden, weight)
     from harts.ops.moe import router
 
@@ -88,7 +85,7 @@ def sigmoid_top_k(
         normalise=normalise,
         scaling=scaling,
     )
-    if not _fused("sigmoid_top_k", impl, logits):
+    if not runs_fused("sigmoid_top_k", impl, logits):
         return reference.sigmoid_top_k(logits, bias, **options)  # type: ignore[arg-type]
     from harts.ops.moe import router
 
@@ -105,7 +102,7 @@ def softmax_top_k(
     O(C E K) comparisons. Raises ConfigError, and HartsError for sizes that do not fit.
     """
     _check_logits("softmax_top_k", logits, top_k)
-    if not _fused("softmax_top_k", impl, logits):
+    if not runs_fused("softmax_top_k", impl, logits):
         return reference.softmax_top_k(logits, top_k=top_k, normalise=normalise)
     from harts.ops.moe import router
 
@@ -135,24 +132,12 @@ def moe_experts(
     Raises ConfigError for an unknown impl and where "fused" cannot run, HartsError for shapes.
     """
     _check_experts(hidden, indices, weights, gate_up_proj, down_proj)
-    if not _fused("moe_experts", impl, hidden):
+    if not runs_fused("moe_experts", impl, hidden):
         return reference.moe_experts(hidden, indices, weights, gate_up_proj, down_proj)
     from harts.ops.moe import experts
 
     experts.check_limits(hidden, gate_up_proj, down_proj)
     return experts.moe_experts(hidden, indices, weights, gate_up_proj, down_proj)
-
-
-def _fused(where: str, impl: Implementation, tensor: torch.Tensor) -> bool:
-    if impl not in get_args(Implementation):
-        known = ", ".join(get_args(Implementation))
-        raise ConfigError(f"{where}: impl is {impl!r}, want one of {known}")
-    if impl == "fused" and not tensor.is_cuda:
-        raise ConfigError(
-            f"{where}: impl 'fused' needs CUDA tensors, got {tensor.device}; move the model to a "
-            "GPU or attach it with token_wise='eager'"
-        )
-    return impl == "fused"
 
 
 def _check_logits(where: str, logits: torch.Tensor, top_k: int) -> None:

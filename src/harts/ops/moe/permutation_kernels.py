@@ -12,13 +12,7 @@ from typing import Any
 
 import torch
 
-from harts.errors import ConfigError
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ConfigError(f"mixture of experts: impl 'fused' needs Triton: {error}") from None
+from harts.ops.needs_triton import tl, triton
 
 ROWS = 4
 PAIRS = 512

@@ -13,13 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from harts.errors import ConfigError
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ConfigError(f"mixture of experts: impl 'fused' needs Triton: {error}") from None
+from harts.ops.needs_triton import tl, triton
 
 ELEMENTS = 2048
 """Scores that a program holds: 16 a thread, which leaves registers for five programs at a time."""

@@ -16,13 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from harts.errors import ConfigError
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ConfigError(f"mixture of experts: impl 'fused' needs Triton: {error}") from None
+from harts.ops.needs_triton import tl, triton
 
 FORWARD_ROWS, BACKWARD_ROWS = 8, 4
 MAX_COLUMNS = 512

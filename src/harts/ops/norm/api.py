@@ -11,14 +11,13 @@ from typing import Literal, get_args
 import torch
 
 from harts.errors import ConfigError, HartsError
+from harts.ops.fused_checks import Implementation, runs_fused
 from harts.ops.norm.reference import gated_rms_norm_reference, rms_norm_reference
 
-Implementation = Literal["reference", "fused"]
 Scaling = Literal["rounded", "wide", "one_plus"]
 Activation = Literal["sigmoid", "silu"]
 
 MAX_WIDTH = 8192
-FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def rms_norm(
@@ -47,10 +46,9 @@ def rms_norm(
     """
     _check_option("rms_norm", "scaling", scaling, Scaling)
     _check_tensors("rms_norm", x, weight)
-    if impl == "reference":
+    if not runs_fused("rms_norm", impl, x):
         return rms_norm_reference(x, weight, eps, scaling)
-    _check_option("rms_norm", "impl", impl, Implementation)
-    check_fused("rms_norm", x)
+    _check_width("rms_norm", x)
     from harts.ops.norm.fused import rms_norm_fused
 
     return rms_norm_fused(x, weight, eps, scaling)
@@ -80,10 +78,9 @@ def gated_rms_norm(
         raise HartsError(
             f"gated_rms_norm: x {tuple(x.shape)}, gate {tuple(gate.shape)}; want the same shape"
         )
-    if impl == "reference":
+    if not runs_fused("gated_rms_norm", impl, x, gate):
         return gated_rms_norm_reference(x, gate, weight, eps, activation, scaling)
-    _check_option("gated_rms_norm", "impl", impl, Implementation)
-    check_fused("gated_rms_norm", x, gate)
+    _check_width("gated_rms_norm", x)
     from harts.ops.norm.fused import gated_rms_norm_fused
 
     return gated_rms_norm_fused(x, gate, weight, eps, activation, scaling)
@@ -106,19 +103,8 @@ def _check_tensors(op: str, x: torch.Tensor, weight: torch.Tensor) -> None:
         )
 
 
-def check_fused(op: str, x: torch.Tensor, *others: torch.Tensor) -> None:
-    """Raise unless the fused kernels can take rows of x and of the others."""
-    if not x.is_cuda:
-        raise ConfigError(
-            f'{op}: impl "fused" needs CUDA tensors, got them on {x.device}; '
-            'use impl "reference", for a model attach it with token_wise="eager"'
-        )
-    wrong = [str(tensor.dtype) for tensor in (x, *others) if tensor.dtype not in FUSED_DTYPES]
-    if wrong:
-        raise HartsError(
-            f'{op}: impl "fused" computes bfloat16, float16 and float32, not {wrong[0]}'
-        )
+def _check_width(op: str, x: torch.Tensor) -> None:
     if x.shape[-1] > MAX_WIDTH:
         raise HartsError(
-            f'{op}: impl "fused" takes rows of at most {MAX_WIDTH:,} columns, got {x.shape[-1]:,}'
+            f"{op}: impl 'fused' takes rows of at most {MAX_WIDTH:,} columns, got {x.shape[-1]:,}"
         )

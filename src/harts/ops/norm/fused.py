@@ -7,12 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from harts.errors import ConfigError
-
-try:
-    from harts.ops.norm import kernels
-except ImportError as error:
-    raise ConfigError(f"fused norms: Triton cannot be imported ({error})") from error
+from harts.ops.norm import kernels
 
 
 def rms_norm_fused(x: torch.Tensor, weight: torch.Tensor, eps: float, scaling: str) -> torch.Tensor:

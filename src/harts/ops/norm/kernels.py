@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
+
+from harts.ops.needs_triton import tl, triton
 
 # Four programs for each of the H200's 132 multiprocessors; a constant, so that the order of the
 # weight gradient's sum, and with it the bits, depend on the number of rows alone.

@@ -8,16 +8,11 @@ Legend: C rows, H heads, N columns without position, R rotary columns, V value c
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 
-from harts.errors import ConfigError, HartsError
+from harts.errors import HartsError
+from harts.ops.fused_checks import Implementation, runs_fused
 from harts.ops.rotary.reference import assemble_keys_values_reference, rotate_queries_reference
-
-Implementation = Literal["reference", "fused"]
-
-FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def rotate_queries(
@@ -42,9 +37,8 @@ def rotate_queries(
     if q_CHD.ndim != 3:
         raise HartsError(f"rotate_queries: q is {tuple(q_CHD.shape)}; want (rows, heads, columns)")
     _check_angles("rotate_queries", q_CHD, q_CHD.shape[2], cos_CR, sin_CR)
-    if impl == "reference":
+    if not runs_fused("rotate_queries", impl, q_CHD):
         return rotate_queries_reference(q_CHD, cos_CR, sin_CR)
-    _check_fused("rotate_queries", impl, q_CHD)
     from harts.ops.rotary.fused import rotate_queries_fused
 
     return rotate_queries_fused(q_CHD, cos_CR, sin_CR)
@@ -89,9 +83,8 @@ def assemble_keys_values(
                 f"{op}: cos has {cos_CR.shape[1]} columns, k_rope {k_rope_CR.shape[1]}; "
                 "want as many"
             )
-    if impl == "reference":
+    if not runs_fused(op, impl, kv_CHE, k_rope_CR):
         return assemble_keys_values_reference(kv_CHE, k_rope_CR, cos_CR, sin_CR, value_width)
-    _check_fused(op, impl, kv_CHE, k_rope_CR)
     from harts.ops.rotary.fused import assemble_keys_values_fused
 
     return assemble_keys_values_fused(kv_CHE, k_rope_CR, cos_CR, sin_CR, value_width)
@@ -107,19 +100,3 @@ def _check_angles(
         raise HartsError(f"{op}: {angles}; want an even number of columns, at most {width}")
     if not x.dtype == cos_CR.dtype == sin_CR.dtype or not x.is_floating_point():
         raise HartsError(f"{op}: {angles}; want the dtype of the heads, {x.dtype}")
-
-
-def _check_fused(op: str, impl: str, *tensors: torch.Tensor) -> None:
-    if impl not in get_args(Implementation):
-        known = ", ".join(get_args(Implementation))
-        raise ConfigError(f"{op}: impl is {impl!r}, want one of {known}")
-    for tensor in tensors:
-        if not tensor.is_cuda:
-            raise ConfigError(
-                f'{op}: impl "fused" needs CUDA tensors, got them on {tensor.device}; '
-                'use impl "reference", for a model attach it with token_wise="eager"'
-            )
-        if tensor.dtype not in FUSED_DTYPES:
-            raise HartsError(
-                f'{op}: impl "fused" computes bfloat16, float16 and float32, not {tensor.dtype}'
-            )

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from harts.errors import ConfigError
-
-try:
-    from harts.ops.rotary import kernels
-except ImportError as error:
-    raise ConfigError(f"fused rotary embedding: Triton cannot be imported ({error})") from error
+from harts.ops.rotary import kernels
 
 
 def rotate_queries_fused(

@@ -7,8 +7,8 @@ BV the powers of two at or above. A head of q and k has N + R columns, one of kv
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from harts.ops.needs_triton import tl, triton
 
 
 def rotate(q_CHD: torch.Tensor, cos_CR: torch.Tensor, sin_CR: torch.Tensor) -> torch.Tensor:

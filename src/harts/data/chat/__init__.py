@@ -1,0 +1,1 @@
+"""Chat logs become token trajectories: messages, a template, a tokenizer, one row a turn."""
