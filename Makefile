@@ -10,14 +10,14 @@ INSTALLED := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 DEMO := runs/demo
 
-.PHONY: demo install lint test test-all test-gpu test-interpreter clean
+.PHONY: demo install docs lint test test-all test-gpu test-interpreter clean
 
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)'   # before anything that depends on torch and would pick another build
-	$(PIP) --editable '.[hf,cli,data,chat,plan,bench,dev]'
+	$(PIP) --editable '.[hf,cli,data,chat,plan,bench,docs,dev]'
 	touch $@
 
 demo: install
@@ -27,7 +27,11 @@ demo: install
 	$(BIN)/harts verify $(DEMO)/rollouts.jsonl --model tiny:bailing_hybrid --capacity 4096
 	$(BIN)/harts train recipes/demo.toml data.path=$(DEMO)/rollouts.jsonl output.dir=$(DEMO)/run
 
-lint: install
+# The site, in build/site; a broken link or a missing page is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict   # --quiet would hide warnings from strict
+
+lint: install docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

@@ -26,7 +26,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="the docs extra is not installed")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -66,18 +66,22 @@ def test_a_drawing_has_a_text_alternative_and_no_fixed_colours(drawing: Path) ->
     assert title is not None and description is not None and description.text
     assert svg.get("aria-labelledby") == f"{title.get('id')} {description.get('id')}"
     text = drawing.read_text("utf-8")
-    bare = [colour for colour in re.findall(r"(?<!, )#[0-9a-f]{3,6}\b", text)]
+    bare = re.findall(r"(?<!, )#[0-9a-f]{3,6}\b", text)
     assert bare == [], "colours are variables of the page, with a default"
     assert drawing.stat().st_size < 40_000
 
 
 def test_fields_of_a_docstring_become_a_list() -> None:
     lists = _load(DOCS / "reference/field_lists.py", "griffe")
-    text = "Reads.\n\npath, mode: what to open;\n  or not. size: bytes.\nother: prose."
+    text = (
+        "Reads.\n\npath,\n  mode: what to open;\n  or not. size: bytes.\nother: prose. Raises it."
+    )
     assert lists.with_lists(text, {"path", "mode", "size"}) == (
         "Reads.\n\n- `path`, `mode`: what to open; or not.\n- `size`: bytes. other: prose."
+        "\n\nRaises it."
     )
     assert lists.with_lists(text, set()) == text
+    assert lists.with_lists("tiny:<type> or `<type>`", set()) == "tiny:&lt;type> or `<type>`"
 
 
 def _load(path: Path, needs: str) -> ModuleType:

@@ -27,4 +27,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"file": str(args.file)} | found.to_dict(), allow_nan=False))
     else:
         print(inspection_text(found))
+        if args.report is not None:
+            print(f"\nreport             {args.report}")
     return 0

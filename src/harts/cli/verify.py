@@ -39,8 +39,20 @@ def run(args: argparse.Namespace) -> int:
         summary["passed"] = passed
         rows += _recorded_rows(recorded)
     rows.append(("passed", "yes" if passed else "NO"))
+    if not result.passed and args.dtype == "float32" and _has_routers(model):
+        rows.append(
+            ("", "a router may have flipped where two experts tie within float32 rounding, which")
+        )
+        rows.append(("", "the expanded run does as well; --dtype float64 tells"))
     print_result(summary, rows, as_json=args.json)
     return 0 if passed else 1
+
+
+def _has_routers(model: nn.Module) -> bool:
+    from harts.models.families import family_of
+
+    family = family_of(model.config.model_type)
+    return any(family.kind_of(module) in family.routers for module in model.modules())
 
 
 def _require_recorded(batch: TrajectoryBatch) -> None:
