@@ -23,7 +23,8 @@ $(INSTALLED): pyproject.toml
 demo: install
 	rm -rf $(DEMO)
 	$(BIN)/python examples/make_rollouts.py $(DEMO)/rollouts.jsonl
-	$(BIN)/harts plan $(DEMO)/rollouts.jsonl --capacity 4096 --replicas 2
+	$(BIN)/harts inspect $(DEMO)/rollouts.jsonl --capacity 4096
+	$(BIN)/harts plan $(DEMO)/rollouts.jsonl --capacity 4096 --replicas 2 --report $(DEMO)/plan.html
 	$(BIN)/harts verify $(DEMO)/rollouts.jsonl --model tiny:bailing_hybrid --capacity 4096
 	$(BIN)/harts train recipes/demo.toml data.path=$(DEMO)/rollouts.jsonl output.dir=$(DEMO)/run
 
