@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import harts
+from harts.errors import ConfigError
 from harts.models.presets import tiny_model
 from tests.families import FAMILIES, KDA_MOE, needs_ling
 from tests.shapes import SHAPES, VOCABULARY
@@ -56,6 +59,28 @@ def test_attaching_twice_is_harmless() -> None:
     first = harts.attach(model).log_probs(microbatch).log_probs
     second = harts.attach(model).log_probs(microbatch).log_probs
     assert torch.equal(first, second)
+
+
+def test_a_model_that_moved_after_attach_is_warned_about_once() -> None:
+    model = tiny_model("llama", vocab_size=VOCABULARY)
+    moved, chosen = harts.attach(model), harts.attach(model, kernels=harts.Kernels())
+    moved._chosen_on = chosen._chosen_on or torch.device("cuda")
+    with pytest.warns(UserWarning, match="attached on cuda and runs on cpu .* attach it again"):
+        moved.log_probs(_microbatch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        moved.log_probs(_microbatch())
+        chosen.log_probs(_microbatch())
+
+
+def test_kernels_that_cannot_run_here_are_refused_with_what_to_do() -> None:
+    model = tiny_model("llama", vocab_size=VOCABULARY)
+    if importlib.util.find_spec("flash_attn") is None:
+        with pytest.raises(ConfigError, match=r"attention='fa4'.*pip install.*harts.Kernels\(\)"):
+            harts.attach(model, kernels=harts.Kernels(attention="fa4"))
+    if importlib.util.find_spec("triton") is None:
+        with pytest.raises(ConfigError, match=r"convolution='fused'.*Triton"):
+            harts.attach(model, kernels=harts.Kernels(convolution="fused"))
 
 
 def test_every_compact_row_passes_the_embedding_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,11 +53,13 @@ class TreeModel:
         family: Family,
         findings: tuple[LayerFinding, ...],
         kernels: Kernels,
+        chosen_on: torch.device | None = None,
     ) -> None:
         self.model = model
         self.family = family
         self.findings = findings
         self.kernels = kernels
+        self._chosen_on = chosen_on
         self._causal_lm = causal_lm
         self._conv_widths = {
             layer.conv1d.kernel_size[0]
@@ -85,6 +88,7 @@ class TreeModel:
         Differentiable; under `torch.no_grad()` it is the old- or reference-policy pass.
         """
         self._check_vocabulary(microbatch)
+        self._warn_if_moved()
         view = self.view(microbatch) if view is None else view
         with _recorded(self.routers, self.family, view.multiplicity) as records:
             hidden = self._backbone(view)
@@ -102,6 +106,16 @@ class TreeModel:
             impl=self.kernels.log_probs,
         )
         return TreeOutput(log_probs, entropy, tuple(records), microbatch.num_tokens)
+
+    def _warn_if_moved(self) -> None:
+        """Once: kernels that `attach` chose for another kind of device."""
+        if self._chosen_on is not None and self._chosen_on.type != self.device.type:
+            warnings.warn(
+                f"the model was attached on {self._chosen_on.type} and runs on {self.device.type} "
+                f"with the kernels of {self._chosen_on.type}; attach it again after moving it",
+                stacklevel=3,
+            )
+            self._chosen_on = None
 
     def _check_vocabulary(self, microbatch: MicroBatch) -> None:
         known = self._causal_lm.get_input_embeddings().weight.shape[0]
@@ -154,8 +168,10 @@ def attach(model: nn.Module, *, kernels: Kernels | None = None) -> TreeModel:
         known = ", ".join(c.__name__ for c in family.architectures)
         raise UnsupportedModelError(f"{type(causal_lm).__name__} is not supported; use {known}")
     findings = audit(causal_lm, family)
+    chosen_on = None
     if kernels is None:
         weight = causal_lm.get_input_embeddings().weight
+        chosen_on = weight.device
         kernels = kernels_for(weight.device, weight.dtype)
     kernels.check()
     adapters = dict(family.linear_mixers)
@@ -166,7 +182,7 @@ def attach(model: nn.Module, *, kernels: Kernels | None = None) -> TreeModel:
         if kind in family.linear_mixers or kind in family.fused:
             module.__class__ = adapters.get(kind, kind)
     causal_lm.set_attn_implementation(IMPLEMENTATION)
-    return TreeModel(model, causal_lm, family, findings, kernels)
+    return TreeModel(model, causal_lm, family, findings, kernels, chosen_on)
 
 
 @contextmanager
