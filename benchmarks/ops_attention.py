@@ -13,13 +13,11 @@ only: 2 (D + V) a pair and head forward, 3.5 times that forward and backward.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,9 @@ from harts.views.attention import AttentionView, ChainRows, build_attention_view
 from harts.views.chains import chains_of
 
 sys.path.insert(0, str(Path(__file__).parent))
-from results_file import environment, write_result
+from gpu_environment import gpu_environment
+from gpu_timing import alternate
+from results_file import write_result
 from step_data import prototype_batch
 
 AGENT_TREE = SyntheticOptions(
@@ -121,7 +121,7 @@ def _measure(
         metrics[f"{side}_relative_difference_to_views"] = difference.item()
     del outputs, want
 
-    samples = _alternate(sides, args.samples)
+    samples = alternate(sides, args.samples)
     row = torch.arange(view.end.numel(), device="cuda")
     pairs = (view.end - row).sum().item()
     flops = {"forward": 2 * pairs * args.heads * (key_width + value_width)}
@@ -137,27 +137,9 @@ def _measure(
         "case": f"{args.case}-rows{args.rows}-heads{args.heads}-{key_width}-{value_width}",
         "config": vars(args)
         | {"key_width": key_width, "value_width": value_width, "dtype": "bf16"},
-        "env": environment() | _gpu(),
+        "env": gpu_environment(),
         "metrics": metrics,
         "samples": samples,
-    }
-
-
-def _alternate(sides: dict[str, Callable[[], object]], num_samples: int) -> dict[str, list[float]]:
-    """Milliseconds of each side, one sample of each in turn, after one turn to warm up."""
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
-    for turn in range(num_samples + 1):
-        for name, call in sides.items():
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            call()
-            after.record()
-            torch.cuda.synchronize()
-            if turn:
-                events.setdefault(name, []).append((before, after))
-    return {
-        name: [before.elapsed_time(after) for before, after in pairs]
-        for name, pairs in events.items()
     }
 
 
@@ -171,16 +153,6 @@ def _inputs(
         for width in (key_width, key_width, value_width, value_width)
     )
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), d_out
-
-
-def _gpu() -> dict[str, Any]:
-    import triton
-
-    versions = {"triton": triton.__version__}
-    for package in ("flash-attn-4", "nvidia-cutlass-dsl"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return {"device": torch.cuda.get_device_name()} | versions
 
 
 def _arguments() -> argparse.Namespace:

@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 
 from harts.ops.cross_entropy import mapped_log_probs
 from harts.ops.cross_entropy.fused import BLOCK_BYTES, rows_of_block
@@ -32,7 +31,9 @@ from harts.views.gather import on_device
 from harts.views.logprobs import LogProbView
 
 sys.path.insert(0, str(Path(__file__).parent))
-from results_file import environment, write_result
+from gpu_environment import gpu_environment
+from gpu_timing import alternate
+from results_file import write_result
 
 DEVICE = torch.device("cuda")
 PRODUCTS = {
@@ -62,13 +63,12 @@ def main() -> None:
     sides = _sides(hidden, weight, view, BLOCK_BYTES)
     metrics = _first_calls(sides)
     metrics |= _difference(hidden, weight, view)
-    samples = _alternate(sides, args.samples)
+    samples = alternate(sides, args.samples)
     record: dict[str, Any] = {
         "bench": "ops_log_probs",
         "case": f"rows{args.rows}-vocabulary{args.vocabulary}-width{args.width}-bf16",
         "config": vars(args) | {"dtype": "bf16", "block_bytes": BLOCK_BYTES},
-        "env": environment()
-        | {"device": torch.cuda.get_device_name(), "triton": triton.__version__},
+        "env": gpu_environment(),
         "metrics": metrics | _metrics(samples, args),
         "samples": samples,
     }
@@ -179,21 +179,6 @@ def _difference(hidden: torch.Tensor, weight: torch.Tensor, view: LogProbView) -
     }
 
 
-def _alternate(sides: dict[str, Callable[[], object]], num_samples: int) -> dict[str, list[float]]:
-    """Milliseconds of each side, one sample of each in turn, after one turn to warm up."""
-    samples: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(num_samples + 1):
-        for name, call in sides.items():
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            call()
-            after.record()
-            torch.cuda.synchronize()
-            if turn:
-                samples[name].append(before.elapsed_time(after))
-    return samples
-
-
 def _metrics(samples: dict[str, list[float]], args: argparse.Namespace) -> dict[str, float]:
     metrics: dict[str, float] = {}
     flops = 2 * args.rows * args.vocabulary * args.width
@@ -221,7 +206,7 @@ def _sweep(
     }
     return {
         name: statistics.median(milliseconds)
-        for name, milliseconds in _alternate(sides, num_samples).items()
+        for name, milliseconds in alternate(sides, num_samples).items()
     }
 
 

@@ -30,7 +30,9 @@ from transformers.models.bailing_hybrid.configuration_bailing_hybrid import Bail
 from harts.models.fused.moe import fused_moe
 
 sys.path.insert(0, str(Path(__file__).parent))
-from results_file import environment, write_result
+from gpu_environment import gpu_environment
+from gpu_timing import alternate
+from results_file import write_result
 
 Side = Callable[[], object]
 
@@ -50,8 +52,8 @@ def main() -> None:
     metrics = _first_calls({"fused": fused, "original": original}, hidden, d_output)
     sides = _block_sides("fused", fused, hidden, d_output)
     sides |= _block_sides("original", original, hidden, d_output)
-    samples = _alternate(sides, args.samples)
-    samples |= _alternate(_part_sides(fused, hidden[0].detach(), d_output[0]), args.samples)
+    samples = alternate(sides, args.samples)
+    samples |= alternate(_part_sides(fused, hidden[0].detach(), d_output[0]), args.samples)
     for name, milliseconds in samples.items():
         metrics[f"{name}_ms"] = statistics.median(milliseconds)
         metrics[f"{name}_ms_spread"] = max(milliseconds) - min(milliseconds)
@@ -68,7 +70,7 @@ def main() -> None:
             "bench": "ops_moe",
             "case": f"rows{args.rows}-top{args.top_k}of{args.experts}-{args.width}x{args.inner}",
             "config": vars(args) | {"dtype": "bf16"},
-            "env": environment() | _gpu(),
+            "env": gpu_environment(),
             "metrics": metrics,
             "samples": samples,
         }
@@ -201,30 +203,6 @@ def _part_sides(block: Any, hidden: torch.Tensor, d_output: torch.Tensor) -> dic
             gate_up, weights, pair, act
         ),
     }
-
-
-def _alternate(sides: dict[str, Side], num_samples: int) -> dict[str, list[float]]:
-    """Milliseconds of each side, one sample of each in turn, after one turn to warm up."""
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
-    for turn in range(num_samples + 1):
-        for name, call in sides.items():
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            call()
-            after.record()
-            torch.cuda.synchronize()
-            if turn:
-                events.setdefault(name, []).append((before, after))
-    return {
-        name: [before.elapsed_time(after) for before, after in pairs]
-        for name, pairs in events.items()
-    }
-
-
-def _gpu() -> dict[str, Any]:
-    import triton
-
-    return {"device": torch.cuda.get_device_name(), "triton": triton.__version__}
 
 
 def _arguments() -> argparse.Namespace:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from transformers.models.bailing_hybrid import modeling_bailing_hybrid as hf
 
 from harts.ops.activation import gate_heads, swiglu
@@ -32,7 +31,8 @@ from harts.ops.norm import gated_rms_norm, rms_norm
 from harts.ops.rotary import assemble_keys_values, rotate_queries
 
 sys.path.insert(0, str(Path(__file__).parent))
-from results_file import environment, write_result
+from gpu_environment import gpu_environment
+from results_file import write_result
 
 EPS = 1e-6
 HEADS, PLAIN, ROTARY, VALUE = 16, 128, 64, 128
@@ -80,8 +80,7 @@ def main() -> None:
         "bench": "ops_token_wise",
         "case": {"rows": args.rows, "dtype": "bfloat16"},
         "config": {k: v for k, v in vars(args).items() if k != "hardware"},
-        "env": environment()
-        | {"device": torch.cuda.get_device_name(), "triton": triton.__version__},
+        "env": gpu_environment(),
         "metrics": metrics,
         "samples": samples,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harts.cli.output import Rows, aligned, counted, percent
+from harts.cli.output import Rows, aligned, percent
 from harts.inspection.result import (
     BREAK_MEANINGS,
     BreakClass,
@@ -13,6 +13,7 @@ from harts.inspection.result import (
     SegmentClass,
     TaskStats,
 )
+from harts.report.text import counted
 
 MAX_LINES = 20
 """Lines of a table; what does not fit is left out or merged."""

@@ -41,11 +41,6 @@ def stdout_kept_for_results() -> Iterator[None]:
         yield
 
 
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """`1 slot`, `2 slots`."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
 def seconds(value: float) -> str:
     """A duration with three significant digits, in ms below one second."""
     return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:,.3g} s"

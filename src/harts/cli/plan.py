@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import harts
-from harts.cli.output import counted, percent, print_result, seconds
+from harts.cli.output import percent, print_result, seconds
 from harts.cli.reading import read_rollouts
 from harts.data.trajectory import TrajectoryBatch
 from harts.errors import ConfigError
@@ -21,6 +21,7 @@ from harts.plan.step_plan import StepPlan
 from harts.plan.verify import verify_plan
 from harts.report.page import check_destination
 from harts.report.plan_report import write_plan_report
+from harts.report.text import counted
 
 _BASELINES = {"ortools": ("ortools_ffd", "plan_ortools"), "dta": ("dta", "plan_dta")}
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harts.cli.output import Rows, counted, print_result, seconds, stdout_kept_for_results
+from harts.cli.output import Rows, print_result, seconds, stdout_kept_for_results
 from harts.cli.reading import read_rollouts
 from harts.data.trajectory import TrajectoryBatch
 from harts.errors import ConfigError
+from harts.report.text import counted
 
 if TYPE_CHECKING:
     from torch import nn

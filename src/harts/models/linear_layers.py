@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from harts.models.tree_run import TreeRun
@@ -62,23 +63,29 @@ def convolve(
 
 
 def linear_core(
-    q_PHK: torch.Tensor,
-    k_PHK: torch.Tensor,
-    v_PGV: torch.Tensor,
+    streams: Sequence[torch.Tensor],
+    conv1d: nn.Conv1d,
+    activation: Any,
     log_decay_PGK: torch.Tensor,
     beta_PG: torch.Tensor,
     tree: TreeRun,
+    *,
+    key_width: int,
+    value_width: int,
     gate: KdaGate | None = None,
 ) -> torch.Tensor:
-    """The (gated) delta rule over packed rows, (P, G, V); q and k have length one.
+    """Convolution and (gated) delta rule over packed rows, (P, G, V).
 
-    log_decay has last dimension 1 for a gate that is equal over the key width (GDN), and is the
-    gate's input where there is a `gate`.
+    streams: projected queries and keys (P, H K) and values (P, G V); queries and keys are scaled
+    to length one behind the convolution. log_decay has last dimension 1 for a gate that is equal
+    over the key width (GDN), and is the gate's input where there is a `gate`.
     """
+    widths = (key_width, key_width, value_width)
+    convolved = convolve(
+        streams, conv1d, activation, tree, unit_widths=(key_width, key_width, None)
+    )
     output, _ = chunk_kda(
-        q_PHK,
-        k_PHK,
-        v_PGV,
+        *(x.unflatten(1, (-1, width)) for x, width in zip(convolved, widths, strict=True)),
         log_decay_PGK,
         beta_PG,
         view=tree.view.linear,
@@ -87,3 +94,9 @@ def linear_core(
         keep_intermediates=tree.recomputed,
     )
     return output
+
+
+def gated_delta_decay(step_PG: torch.Tensor, layer: Any) -> torch.Tensor:
+    """Gated DeltaNet's log decay (P, G, 1) from its projected step sizes, float32 at least."""
+    shifted = step_PG.float() + layer.dt_bias
+    return (-layer.A_log.float().exp() * F.softplus(shifted))[..., None]

@@ -61,6 +61,7 @@ class TreeModel:
         self.kernels = kernels
         self._chosen_on = chosen_on
         self._causal_lm = causal_lm
+        self._layers = [m for m in causal_lm.modules() if isinstance(m, GradientCheckpointingLayer)]
         self._conv_widths = {
             layer.conv1d.kernel_size[0]
             for layer in causal_lm.modules()
@@ -127,7 +128,7 @@ class TreeModel:
             )
 
     def _all_layers_recomputed(self) -> bool:
-        layers = (m for m in self._causal_lm.modules() if isinstance(m, GradientCheckpointingLayer))
+        layers = self._layers
         return self._causal_lm.training and all(layer.gradient_checkpointing for layer in layers)
 
     def _backbone(self, view: TreeView) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from transformers.models.bailing_hybrid import modeling_bailing_hybrid as hf
 
 from harts.models.fused.adapters import fused_adapters
-from harts.models.linear_layers import convolve, linear_core, pack, unpack
+from harts.models.linear_layers import linear_core, pack, unpack
 from harts.models.protocol import Family
 from harts.models.tree_run import TreeRun
 from harts.ops.linear_attention import KdaGate
@@ -24,21 +24,16 @@ class TreeBailingHybridDeltaAttention(hf.BailingHybridDeltaAttention):
             return super().forward(hidden_states, *args, **kwargs)
         heads = (-1, self.num_heads, self.head_dim)
         rows = pack(hidden_states, tree)
-        query, key, value = convolve(
+        forget = self.forget_gate
+        output = linear_core(
             [self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)],
             self.conv1d,
             self.activation,
-            tree,
-            unit_widths=(self.head_dim, self.head_dim, None),
-        )
-        forget = self.forget_gate
-        output = linear_core(
-            query.view(heads),
-            key.view(heads),
-            value.view(heads),
             forget.f_proj(rows).view(heads),
             torch.sigmoid(self.b_proj(rows)),
             tree,
+            key_width=self.head_dim,
+            value_width=self.head_dim,
             gate=KdaGate(
                 forget.A_log,
                 forget.dt_bias.view(self.num_heads, self.head_dim),

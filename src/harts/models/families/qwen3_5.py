@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
 
 from harts.models.fused.adapters import fused_adapters
-from harts.models.linear_layers import convolve, linear_core, pack, unpack
+from harts.models.linear_layers import gated_delta_decay, linear_core, pack, unpack
 from harts.models.protocol import Family
 from harts.models.tree_run import TreeRun
 
@@ -28,22 +27,15 @@ class TreeQwen3_5GatedDeltaNet(hf.Qwen3_5GatedDeltaNet):  # noqa: N801
 def gated_delta_net(layer: Any, hidden_states: torch.Tensor, tree: TreeRun) -> torch.Tensor:
     """The layer of Qwen3.5, dense and MoE: separate projections of q, k, v, z, b and a."""
     rows = pack(hidden_states, tree)
-    query, key, value = convolve(
+    output = linear_core(
         layer.in_proj_qkv(rows).split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1),
         layer.conv1d,
         layer.activation,
-        tree,
-        unit_widths=(layer.head_k_dim, layer.head_k_dim, None),
-    )
-    step = layer.in_proj_a(rows).float() + layer.dt_bias
-    log_decay = -layer.A_log.float().exp() * F.softplus(step)
-    output = linear_core(
-        query.view(-1, layer.num_k_heads, layer.head_k_dim),
-        key.view(-1, layer.num_k_heads, layer.head_k_dim),
-        value.view(-1, layer.num_v_heads, layer.head_v_dim),
-        log_decay[..., None],
+        gated_delta_decay(layer.in_proj_a(rows), layer),
         layer.in_proj_b(rows).sigmoid(),
         tree,
+        key_width=layer.head_k_dim,
+        value_width=layer.head_v_dim,
     )
     z = layer.in_proj_z(rows).view(-1, layer.num_v_heads, layer.head_v_dim)
     return unpack(layer.out_proj(layer.norm(output, z).flatten(1)), tree)

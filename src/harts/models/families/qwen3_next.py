@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
 from harts.models.fused.adapters import fused_adapters
-from harts.models.linear_layers import convolve, linear_core, pack, unpack
+from harts.models.linear_layers import gated_delta_decay, linear_core, pack, unpack
 from harts.models.protocol import Family
 from harts.models.tree_run import TreeRun
 
@@ -29,21 +28,15 @@ class TreeQwen3NextGatedDeltaNet(hf.Qwen3NextGatedDeltaNet):
                 self.in_proj_qkvz(rows), self.in_proj_ba(rows)
             )
         )
-        query, key, value = convolve(
+        output = linear_core(
             [query.flatten(1), key.flatten(1), value.flatten(1)],
             self.conv1d,
             self.activation,
-            tree,
-            unit_widths=(self.head_k_dim, self.head_k_dim, None),
-        )
-        log_decay = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
-        output = linear_core(
-            query.view(-1, self.num_k_heads, self.head_k_dim),
-            key.view(-1, self.num_k_heads, self.head_k_dim),
-            value.view(-1, self.num_v_heads, self.head_v_dim),
-            log_decay[..., None],
+            gated_delta_decay(a, self),
             b.sigmoid(),
             tree,
+            key_width=self.head_k_dim,
+            value_width=self.head_v_dim,
         )
         return unpack(self.out_proj(self.norm(output, z).flatten(1)), tree)
 
