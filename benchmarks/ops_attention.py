@@ -4,7 +4,8 @@
     python benchmarks/ops_attention.py --write         # and the JSON in benchmarks/results
     python benchmarks/ops_attention.py --sides fa4 fa4-any-order --case prototype
 
-"fa4" is deterministic, "fa4-any-order" is not. The tree is the first rows, in DFS preorder, of a
+"fa4" is deterministic, "fa4-any-order" is not, and neither is "kv-views": FlashAttention-4 over
+copies of each chain's keys (`baselines.py`). The tree is the first rows, in DFS preorder, of a
 generated agent tree or, with --case prototype, the tree of benchmarks/step.py. Samples of all sides
 alternate in one process and are timed by CUDA events; a TFLOP/s counts visible (query, key) pairs
 only: 2 (D + V) a pair and head forward, 3.5 times that forward and backward.
@@ -17,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from harts.views.attention import AttentionView, ChainRows, build_attention_view
 from harts.views.chains import chains_of
 
 sys.path.insert(0, str(Path(__file__).parent))
+from baselines import baseline
 from gpu_environment import gpu_environment
 from gpu_timing import alternate
 from results_file import write_result
@@ -51,6 +54,7 @@ SIDES: dict[str, dict[str, Any]] = {
     "fa4": {"impl": "fa4"},
     "fa4-any-order": {"impl": "fa4", "deterministic": False},
     "flex": {"impl": "flex"},
+    "kv-views": {"impl": "fa4", "deterministic": False},
     "views": {"impl": "views"},
 }
 
@@ -100,8 +104,9 @@ def _measure(
     for side in args.sides:
         options = SIDES[side] | {"view": view}
 
-        def forward(options: dict[str, Any] = options) -> torch.Tensor:
-            return tree_attention(q, k, v, scale=key_width**-0.5, **options)
+        def forward(side: str = side, options: dict[str, Any] = options) -> torch.Tensor:
+            with baseline("kv-views", []) if side == "kv-views" else nullcontext():
+                return tree_attention(q, k, v, scale=key_width**-0.5, **options)
 
         def both(forward: Callable[[], torch.Tensor] = forward) -> object:
             return torch.autograd.grad(forward(), (q, k, v), d_out)

@@ -39,6 +39,7 @@ from harts.views.linear import LinearView
 from harts.views.tree import build_tree_view
 
 sys.path.insert(0, str(Path(__file__).parent))
+from baselines import node_by_node
 from gpu_environment import gpu_environment, limit_autotuning
 
 DEVICE = torch.device("cuda")
@@ -157,6 +158,12 @@ def _variants(
         output, _ = chunk_kda(*rows_of_chains, view=view, impl="scan", safe_gate=args.safe_gate)
         return output.index_select(0, view.packed.own), compact
 
+    def nodes() -> tuple[torch.Tensor, Inputs]:
+        output, _ = node_by_node(
+            *packed, microbatch=microbatch, view=view, safe_gate=args.safe_gate
+        )
+        return output, packed
+
     shape = (len(compact[0]), args.hidden)
     hidden = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
 
@@ -171,38 +178,12 @@ def _variants(
         "scan_gathered": gathered,
         "rows_in_and_out": moved,
         "rounds": tree("rounds"),
-        "nodes": _node_by_node(args, microbatch, compact),
+        "nodes": nodes,
     }
     if args.expanded:
         expanded = [x.detach().index_select(0, rows).requires_grad_() for x in compact]
         variants["expanded"] = plain(expanded, _offsets(lengths))
     return variants
-
-
-def _node_by_node(args: argparse.Namespace, microbatch: MicroBatch, compact: Inputs) -> Run:
-    """One call a segment of the forest: the baseline of tree training without chains and rounds."""
-    from fla.ops.kda import chunk_kda as fla_chunk_kda
-
-    parents = microbatch.forest.parent.tolist()
-    first = microbatch.layout.first_row.tolist()
-    stop = [a + n for a, n in zip(first, microbatch.forest.length.tolist(), strict=True)]
-    zero = torch.zeros(1, args.heads, args.width, args.width, device=DEVICE)
-
-    def run() -> tuple[torch.Tensor, Inputs]:
-        states: list[torch.Tensor] = []
-        outputs = {}
-        for parent, begin, end in zip(parents, first, stop, strict=True):
-            output, state = fla_chunk_kda(
-                *(x[begin:end].unsqueeze(0) for x in compact),
-                initial_state=states[parent] if parent >= 0 else zero,
-                output_final_state=True,
-                safe_gate=args.safe_gate,
-            )
-            states.append(state)
-            outputs[begin] = output[0]
-        return torch.cat([outputs[begin] for begin in sorted(outputs)]), compact
-
-    return run
 
 
 def _inputs(num_rows: int, args: argparse.Namespace) -> Inputs:

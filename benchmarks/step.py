@@ -2,17 +2,16 @@
 
     python benchmarks/step.py                          # the prototype's tree, five samples
     python benchmarks/step.py --case FILE.jsonl.xz FILE2.jsonl.xz --samples 5 2
-    python benchmarks/step.py --variants rounds views  # baselines beside it
+    python benchmarks/step.py --variants rounds nodes kv-views  # baselines beside it
+    python benchmarks/step.py --recompute full selective selective:12 none --sides tree
 
 Both sides run the same model with the same kernels on microbatches of the same capacity; the
 expanded side gives every trajectory an identity of its own, so nothing is shared. A step is
 forward, backward and the gradients of all parameters, every layer recomputed in backward unless
---recompute says otherwise. Samples alternate in one process.
+--recompute says otherwise ("selective:12" recomputes the first 12). Samples alternate in one
+process. A setting that does not fit the memory is recorded as that.
 
-The ideal speed-up is T / (A / pair ratio + H / head ratio + R / row ratio): of the expanded time T
-the attention core A shrinks by the visible (query, key) pairs, the LM head H by the head rows, the
-rest R by the rows. A and H are measured alone, on the expanded microbatches' own shapes.
-Conversion is the measured speed-up over the ideal one.
+Conversion is the measured speed-up over the ideal one, which `step_ideal.py` defines.
 """
 
 from __future__ import annotations
@@ -26,40 +25,45 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 import harts
 from harts.models.kernels import fast_kernels
 from harts.models.tree_model import TreeModel
-from harts.ops.attention import tree_attention
-from harts.ops.cross_entropy import mapped_log_probs
 from harts.plan.microbatch import MicroBatch
+from harts.train.options import TrainOptions
+from harts.train.recompute import set_recomputation
 from harts.train.sampling import unshared
 from harts.views.tree import TreeView
 
 sys.path.insert(0, str(Path(__file__).parent))
+from baselines import Baseline, baseline
 from gpu_environment import gpu_environment, limit_autotuning
 from results_file import write_result
 from step_data import CAPACITY, prototype_batch
+from step_ideal import ideal_metrics, median_seconds
 from step_models import SHAPES, build_model
 
-VARIANTS: dict[str, dict[str, Any]] = {
+KERNEL_VARIANTS: dict[str, dict[str, Any]] = {
     "rounds": {"linear_attention": "rounds"},
-    "views": {"attention": "views"},
     "deterministic": {"deterministic": True},
 }
+VARIANTS = (*KERNEL_VARIANTS, *get_args(Baseline))
 
 
 @dataclass
 class Side:
-    """One way to run the step: its plan, microbatches with their views, and samples."""
+    """One way to run the step: its plan, and its microbatches with their views."""
 
     plan: harts.StepPlan
     microbatches: list[tuple[MicroBatch, TreeView]]
     view_seconds: float
-    seconds: list[float]
+
+    @property
+    def views(self) -> list[TreeView]:
+        return [view for _, view in self.microbatches]
 
 
 def main() -> None:
@@ -69,25 +73,45 @@ def main() -> None:
     model = _attached(args)
     num_parameters = sum(p.numel() for p in model.model.parameters())
     print(f"{args.model}: {num_parameters / 1e9:.2f} B parameters", flush=True)
-    records = []
+    records: list[dict[str, Any]] = []
     for index, case in enumerate(args.case):
         samples = args.samples[min(index, len(args.samples) - 1)]
-        records.append(_case(model, case, samples, args))
-        if args.out:  # after each, since a run may be cut short
-            path = Path(args.out) / f"step-{args.model}-{args.recompute}.json"
-            path.write_text(json.dumps(records, indent=1) + "\n")
+        batch = prototype_batch() if case == "prototype" else harts.read(case)
+        sides = _sides(model, batch, args)
+        for recompute in args.recompute:
+            _set_recomputation(model, recompute)
+            try:
+                metrics, seconds = _measured(model, sides, recompute, samples, args)
+            except torch.OutOfMemoryError as error:
+                print(f"recompute {recompute}: {str(error).splitlines()[0][:120]}", flush=True)
+                metrics, seconds = {"out_of_memory": 1.0}, {}
+                model.model.zero_grad(set_to_none=True)
+                torch.cuda.empty_cache()
+            records.append(_record(model, case, recompute, metrics, seconds, args))
+            if args.out:  # after each, since a run may be cut short
+                path = Path(args.out) / f"step-{args.model}.json"
+                path.write_text(json.dumps(records, indent=1) + "\n")
     if args.write:
         print(write_result("step", "h200", records))
 
 
-def _case(model: TreeModel, case: str, samples: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Both sides on one batch, the variants, the profile."""
-    batch = prototype_batch() if case == "prototype" else harts.read(case)
-    sides = {
-        "tree": _side(model, batch, args.capacity),
-        "expanded": _side(model, unshared(batch), args.capacity),
-    }
-    weights = _weights(sides)
+def _sides(
+    model: TreeModel, batch: harts.TrajectoryBatch, args: argparse.Namespace
+) -> dict[str, Side]:
+    batches = {"tree": batch, "expanded": unshared(batch)}
+    return {name: _side(model, batches[name], args.capacity) for name in args.sides}
+
+
+def _measured(
+    model: TreeModel,
+    sides: dict[str, Side],
+    recompute: str,
+    samples: int,
+    args: argparse.Namespace,
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Metrics, and the seconds of every sample; the variants and the profile on demand."""
+    tree, expanded = sides["tree"], sides.get("expanded")
+    weights = _weights(tree)
     log_probs: dict[str, torch.Tensor] = {}
     gradients: dict[str, dict[str, torch.Tensor]] = {}
     for name, side in sides.items():
@@ -96,31 +120,54 @@ def _case(model: TreeModel, case: str, samples: int, args: argparse.Namespace) -
         torch.cuda.synchronize()
         gradients[name] = _some_gradients(model)
         print(f"{name}: first step {time.perf_counter() - started:.1f} s", flush=True)
-    peak = _measure(model, sides, weights, samples)
-    metrics = _metrics(model, sides, peak)
-    metrics |= _agreement(sides, log_probs, gradients)
+    seconds, peak = _samples(model, sides, weights, samples)
+    metrics = _tree_metrics(tree, seconds["tree"], peak["tree"])
     for variant in args.variants:
-        metrics |= _variant(model, sides["tree"], weights, variant)
+        metrics |= _variant(model, tree, weights, variant)
+    if expanded is not None:
+        metrics |= _expanded_metrics(expanded, seconds["expanded"], peak["expanded"])
+        metrics |= _agreement(tree, log_probs, gradients)
+        metrics |= _speedups(model, tree, expanded, metrics, recompute)
     _print(metrics)
     if args.profile:
-        _profile(partial(_step, model, sides["tree"], weights))
+        _profile(partial(_step, model, tree, weights))
+    return metrics, seconds
+
+
+def _record(
+    model: TreeModel,
+    case: str,
+    recompute: str,
+    metrics: dict[str, float],
+    samples: dict[str, list[float]],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
     return {
         "bench": "step",
-        "case": f"{args.model} {Path(case).name.split('.')[0]} recompute {args.recompute}",
+        "case": f"{args.model} {Path(case).name.split('.')[0]} recompute {recompute}",
         "config": vars(args) | {"kernels": str(model.kernels)},
         "env": gpu_environment(),
         "metrics": metrics,
-        "samples": {name: side.seconds for name, side in sides.items()},
+        "samples": samples,
     }
 
 
 def _attached(args: argparse.Namespace) -> TreeModel:
     hf_model = build_model(args.model)
-    if args.recompute == "full":
-        hf_model.gradient_checkpointing_enable({"use_reentrant": False})
     kernels = fast_kernels(torch.device("cuda"))
     chosen = dict(pair.split("=") for pair in args.kernels)
     return harts.attach(hf_model, kernels=replace(kernels, **chosen))
+
+
+def _set_recomputation(model: TreeModel, setting: str) -> None:
+    """Of all layers anew: full, none, selective, or selective:N for the first N layers."""
+    name, _, num_layers = setting.partition(":")
+    options = TrainOptions(
+        recompute=name,  # type: ignore[arg-type]
+        recompute_layers=int(num_layers) if num_layers else None,
+    )
+    model.model.gradient_checkpointing_disable()
+    set_recomputation(model.model, options)
 
 
 def _side(model: TreeModel, batch: harts.TrajectoryBatch, capacity: int) -> Side:
@@ -134,13 +181,13 @@ def _side(model: TreeModel, batch: harts.TrajectoryBatch, capacity: int) -> Side
         f"microbatches; planned in {plan.plan_seconds:.3f} s, views {view_seconds:.3f} s",
         flush=True,
     )
-    return Side(plan, microbatches, view_seconds, [])
+    return Side(plan, microbatches, view_seconds)
 
 
-def _weights(sides: dict[str, Side]) -> torch.Tensor:
+def _weights(tree: Side) -> torch.Tensor:
     """A random weight for every position of the batch, the same on both sides."""
     generator = torch.Generator("cuda").manual_seed(0)
-    num_positions = len(sides["tree"].plan.batch.tokens)
+    num_positions = len(tree.plan.batch.tokens)
     return torch.randn(num_positions, device="cuda", generator=generator) * 1e-3
 
 
@@ -169,10 +216,11 @@ def _some_gradients(model: TreeModel) -> dict[str, torch.Tensor]:
     return {name: model.model.get_parameter(name).grad.float().clone() for name in chosen}
 
 
-def _measure(
+def _samples(
     model: TreeModel, sides: dict[str, Side], weights: torch.Tensor, samples: int
-) -> dict[str, float]:
-    """Samples of both sides in turn; peak memory of each in GiB."""
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of both sides in turn; peak memory of each in GiB."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     peak: dict[str, float] = {}
     for sample in range(samples):
         for name, side in sides.items():
@@ -181,145 +229,68 @@ def _measure(
             started = time.perf_counter()
             _step(model, side, weights)
             torch.cuda.synchronize()
-            side.seconds.append(time.perf_counter() - started)
+            seconds[name].append(time.perf_counter() - started)
             peak[name] = torch.cuda.max_memory_allocated() / 2**30
-            print(f"sample {sample} {name:8} {side.seconds[-1]:.3f} s", flush=True)
-    return peak
+            print(f"sample {sample} {name:8} {seconds[name][-1]:.3f} s", flush=True)
+    return seconds, peak
 
 
-def _metrics(model: TreeModel, sides: dict[str, Side], peak: dict[str, float]) -> dict[str, float]:
-    tree, expanded = sides["tree"], sides["expanded"]
-    tree_seconds, total = (statistics.median(side.seconds) for side in (tree, expanded))
+def _tree_metrics(tree: Side, seconds: list[float], peak: float) -> dict[str, float]:
     raw, compact = tree.plan.raw_tokens, tree.plan.compact_tokens
-    pair_ratio = _pairs(expanded) / _pairs(tree)
-    head_ratio = _head_rows(expanded) / _head_rows(tree)
-    attention = _attention_seconds(model, expanded)
-    head = _head_seconds(model, expanded)
-    rest = total - attention - head
-    ideal = total / (attention / pair_ratio + head / head_ratio + rest * compact / raw)
-    speedup = total / tree_seconds
-    planning = tree.plan.plan_seconds + tree.view_seconds
+    median = statistics.median(seconds)
     return {
-        "speedup": speedup,
-        "ideal": ideal,
-        "conversion": speedup / ideal,
-        "core_speedup": total / (tree_seconds + planning),
+        "tree_seconds": median,
+        "tree_seconds_spread": max(seconds) - min(seconds),
+        "raw_tokens_per_second": raw / median,
+        "compact_tokens_per_second": compact / median,
+        "peak_gib": peak,
         "compression": raw / compact,
-        "pair_ratio": pair_ratio,
-        "head_ratio": head_ratio,
-        "raw_tokens_per_second": raw / tree_seconds,
-        "compact_tokens_per_second": compact / tree_seconds,
-        "expanded_raw_tokens_per_second": raw / total,
-        "tree_seconds": tree_seconds,
-        "tree_seconds_spread": max(tree.seconds) - min(tree.seconds),
-        "expanded_seconds": total,
-        "expanded_seconds_spread": max(expanded.seconds) - min(expanded.seconds),
-        "attention_share_of_expanded": attention / total,
-        "head_share_of_expanded": head / total,
-        "plan_seconds": tree.plan.plan_seconds,
-        "view_seconds": tree.view_seconds,
-        "peak_gib": peak["tree"],
-        "peak_gib_expanded": peak["expanded"],
         "raw_tokens": raw,
         "compact_tokens": compact,
+        "plan_seconds": tree.plan.plan_seconds,
+        "view_seconds": tree.view_seconds,
         "replay_tokens": sum(mb.calls.replay_tokens for mb, _ in tree.microbatches),
         "rounds": max(mb.calls.num_rounds for mb, _ in tree.microbatches),
     }
 
 
-def _pairs(side: Side) -> int:
-    return sum(
-        int((view.attention.end.long() - torch.arange(view.num_rows, device="cuda")).sum())
-        for _, view in side.microbatches
+def _expanded_metrics(expanded: Side, seconds: list[float], peak: float) -> dict[str, float]:
+    median = statistics.median(seconds)
+    return {
+        "expanded_seconds": median,
+        "expanded_seconds_spread": max(seconds) - min(seconds),
+        "expanded_raw_tokens_per_second": expanded.plan.raw_tokens / median,
+        "peak_gib_expanded": peak,
+    }
+
+
+def _speedups(
+    model: TreeModel, tree: Side, expanded: Side, metrics: dict[str, float], recompute: str
+) -> dict[str, float]:
+    seconds, total = metrics["tree_seconds"], metrics["expanded_seconds"]
+    ideal = ideal_metrics(
+        model,
+        tree.views,
+        expanded.views,
+        expanded_seconds=total,
+        row_ratio=metrics["compression"],
+        attention_forwards=2 if recompute == "full" else 1,
     )
-
-
-def _head_rows(side: Side) -> int:
-    return sum(view.logprobs.compact_row.numel() for _, view in side.microbatches)
-
-
-def _attention_seconds(model: TreeModel, side: Side) -> float:
-    """The attention core of a step on this side: all layers, with the recomputed forward."""
-    config = model._causal_lm.config
-    layers = sum(model.family.kind_of(m) in model.family.attention for m in model.model.modules())
-    key_width = getattr(config, "qk_head_dim", None) or (
-        config.qk_nope_head_dim + config.qk_rope_head_dim
-        if hasattr(config, "qk_nope_head_dim")
-        else config.head_dim
-    )
-    value_width = getattr(config, "v_head_dim", None) or key_width
-    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-    forwards = 2 if model.model.is_gradient_checkpointing else 1
-    total = 0.0
-    for _, view in side.microbatches:
-        q, k, v, d_out = (
-            torch.randn(view.num_rows, n, width, device="cuda", dtype=torch.bfloat16)
-            for n, width in (
-                (heads, key_width),
-                (key_heads, key_width),
-                (key_heads, value_width),
-                (heads, value_width),
-            )
-        )
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-
-        def run(
-            leaves: list[torch.Tensor] = leaves,
-            d_out: torch.Tensor = d_out,
-            view: TreeView = view,
-        ) -> None:
-            for _ in range(forwards):
-                out = tree_attention(
-                    *leaves,
-                    view=view.attention,
-                    scale=key_width**-0.5,
-                    impl=model.kernels.attention,
-                    deterministic=model.kernels.deterministic,
-                )
-            torch.autograd.grad(out, leaves, d_out)
-
-        total += layers * _timed(run)
-    return total
-
-
-def _head_seconds(model: TreeModel, side: Side) -> float:
-    """LM head, log-probs and their backward on this side."""
-    weight = model._causal_lm.get_output_embeddings().weight
-    total = 0.0
-    for _, view in side.microbatches:
-        hidden = torch.randn(
-            view.num_rows, weight.shape[1], device="cuda", dtype=weight.dtype
-        ).requires_grad_()
-
-        def run(hidden: torch.Tensor = hidden, view: TreeView = view) -> None:
-            log_probs, _ = mapped_log_probs(
-                hidden, weight, view=view.logprobs, impl=model.kernels.log_probs
-            )
-            torch.autograd.grad(log_probs.sum(), (hidden, weight))
-
-        total += _timed(run)
-    return total
-
-
-def _timed(run: Callable[[], object], samples: int = 3) -> float:
-    """Median seconds after one call to warm up."""
-    seconds = []
-    for _ in range(samples + 1):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+    planning = tree.plan.plan_seconds + tree.view_seconds
+    return ideal | {
+        "speedup": total / seconds,
+        "conversion": total / seconds / ideal["ideal"],
+        "core_speedup": total / (seconds + planning),
+    }
 
 
 def _agreement(
-    sides: dict[str, Side],
+    tree: Side,
     log_probs: dict[str, torch.Tensor],
     gradients: dict[str, dict[str, torch.Tensor]],
 ) -> dict[str, float]:
     """How near the two sides are; random weights flip MoE routes on rounding noise."""
-    scored = torch.from_numpy(sides["tree"].plan.batch.loss_mask.copy()).cuda()
+    scored = torch.from_numpy(tree.plan.batch.loss_mask.copy()).cuda()
     difference = (log_probs["tree"] - log_probs["expanded"])[scored].abs()
     relative = [
         ((g - gradients["expanded"][name]).norm() / gradients["expanded"][name].norm()).item()
@@ -334,13 +305,19 @@ def _agreement(
 
 
 def _variant(model: TreeModel, side: Side, weights: torch.Tensor, name: str) -> dict[str, float]:
-    """Seconds of the tree step with one operator replaced, at least three samples."""
+    """Seconds of the tree step with one operator replaced, three samples after one to warm up."""
     kernels = model.kernels
-    model.kernels = replace(kernels, **VARIANTS[name])
+    run = partial(_step, model, side, weights)
     try:
-        seconds = _timed(partial(_step, model, side, weights))
+        if name in KERNEL_VARIANTS:
+            model.kernels = replace(kernels, **KERNEL_VARIANTS[name])
+            seconds = median_seconds(run)
+        else:
+            with baseline(name, side.microbatches):  # type: ignore[arg-type]
+                seconds = median_seconds(run)
     finally:
         model.kernels = kernels
+    print(f"{name}: {seconds:.3f} s", flush=True)
     return {f"{name}_tree_seconds": seconds}
 
 
@@ -386,7 +363,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--samples", type=int, nargs="+", default=[5], help="for each case, the last one repeated"
     )
-    parser.add_argument("--recompute", default="full", choices=("full", "none"))
+    parser.add_argument(
+        "--recompute", nargs="+", default=["full"], help="full, none, selective, selective:LAYERS"
+    )
+    parser.add_argument(
+        "--sides", nargs="+", default=["tree", "expanded"], choices=("tree", "expanded")
+    )
     parser.add_argument("--variants", nargs="*", default=[], choices=VARIANTS)
     parser.add_argument("--kernels", nargs="*", default=[], help="such as attention=flex")
     parser.add_argument("--configs", type=int, default=6, help="autotune choices of a fla kernel")

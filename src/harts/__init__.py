@@ -29,6 +29,7 @@ _HOME = {
     "CallPlan": "harts.plan.calls",
     "attach": "harts.models.tree_model",
     "Kernels": "harts.models.kernels",
+    "keep_attention": "harts.ops.kept_results",
     "TreeModel": "harts.models.tree_model",
     "tiny_model": "harts.models.presets",
     "HartsError": "harts.errors",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from harts.models.presets import tiny_model as tiny_model
     from harts.models.tree_model import TreeModel as TreeModel
     from harts.models.tree_model import attach as attach
+    from harts.ops.kept_results import keep_attention as keep_attention
     from harts.plan.calls import CallPlan as CallPlan
     from harts.plan.calls import plan_calls as plan_calls
     from harts.plan.microbatch import MicroBatch as MicroBatch

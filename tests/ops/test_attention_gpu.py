@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import importlib
 import math
 import random
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ops.test_attention import CASES, caterpillar, chain_of, parents_in_preorder, view_of
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
+import harts
 from harts.errors import ConfigError, HartsError
 from harts.ops.attention import fa4, tree_attention
 from harts.ops.attention.block_lists import (
@@ -562,6 +566,28 @@ def test_fa4_repeats_its_bits_and_sums_the_same_in_any_order(heads: str) -> None
     for one, two in zip(first, any_order, strict=True):
         rounding = torch.finfo(one.dtype).eps * one.abs().max()
         assert (one.float() - two.float()).abs().max() <= rounding
+
+
+@pytest.mark.gpu
+@on_fa4
+def test_fa4_runs_once_where_its_result_is_kept_over_recomputation() -> None:
+    view = on_cuda_by_ends(wide_tree(3001))
+    inputs = draw_inputs(FA4_HEADS["bf16-latent-192-128"], view.end.numel())
+
+    def recomputed(*rows: torch.Tensor, **options: Any) -> torch.Tensor:
+        attend = functools.partial(tree_attention, **options)
+        output: torch.Tensor = checkpoint(
+            attend, *rows, use_reentrant=False, context_fn=harts.keep_attention
+        )
+        return output
+
+    library = fa4._library()
+    options = {"view": view, "scale": 0.1, "impl": "fa4"}
+    want = run(inputs, tree_attention, **options)
+    with mock.patch.object(library, "forward", wraps=library.forward) as forward:
+        got = run(inputs, recomputed, **options)
+    assert forward.call_count == 1
+    assert all(torch.equal(one, two) for one, two in zip(got, want, strict=True))
 
 
 def ends_of(parents: list[int]) -> torch.Tensor:

@@ -17,6 +17,7 @@ from harts.errors import ConfigError
 from harts.models.presets import tiny_model
 from harts.models.routing import RouterRecord
 from harts.models.tree_model import TreeOutput, attach
+from harts.ops.attention import views
 from harts.train import device as devices
 from harts.train.determinism import deterministic
 from harts.train.options import OBJECTIVES, ObjectiveOptions, TrainOptions
@@ -126,6 +127,22 @@ def test_selective_recomputation_runs_the_first_layers_twice_and_changes_no_bit(
         assert all(torch.equal(gradients[name], gradient) for name, gradient in kept.items())
     _, runs = _gradients(plan, TrainOptions(recompute="full"))
     assert runs == 2 * layers * microbatches
+
+
+def test_selective_recomputation_never_runs_attention_again(
+    plan: harts.StepPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    attend = views._attend_groups
+    monkeypatch.setattr(views, "_attend_groups", lambda *args: (calls.append(1), attend(*args))[1])
+    kept, _ = _gradients(plan, TrainOptions())
+    once = len(calls)
+    for recompute, layers_run, attention_runs in (("full", 8, 2), ("selective", 8, 1)):
+        calls.clear()
+        gradients, runs = _gradients(plan, TrainOptions(recompute=recompute))  # type: ignore[arg-type]
+        assert runs == layers_run * plan.num_microbatches
+        assert len(calls) == attention_runs * once
+        assert all(torch.equal(gradients[name], gradient) for name, gradient in kept.items())
 
 
 def test_the_first_layers_are_the_recomputed_ones() -> None:

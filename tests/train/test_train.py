@@ -121,7 +121,6 @@ def test_expert_biases_move_by_the_rate(tmp_path: Path, rollouts: Path) -> None:
         ("train.steps=1.5", "train.steps is 1.5; it must be a valid integer"),
         ("train.steps=true", "train.steps is True; it must be a valid integer"),
         ("train.recompute=half", "train.recompute is 'half'; it must be 'none', 'selective' or"),
-        ("train.recompute=selective", "train.recompute_layers is None with train.recompute="),
         ("train.recompute_layers=2", "train.recompute_layers is 2 with train.recompute='none'"),
         ("train.device=gpu", "train.device is 'gpu'; it must be 'auto', 'cpu' or 'cuda'"),
         ("model.dtype=float16", "model.dtype is 'float16'; it must be 'float32', 'float64' or"),

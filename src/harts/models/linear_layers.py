@@ -19,6 +19,7 @@ from torch import nn
 from harts.models.tree_run import TreeRun
 from harts.ops.conv import causal_conv
 from harts.ops.gather import gather_rows, own_rows
+from harts.ops.kept_results import layer_runs_again
 from harts.ops.linear_attention import KdaGate, chunk_kda
 
 
@@ -91,7 +92,7 @@ def linear_core(
         view=tree.view.linear,
         gate=gate,
         impl=tree.kernels.linear_attention,
-        keep_intermediates=tree.recomputed,
+        keep_intermediates=tree.recomputed or layer_runs_again(),
     )
     return output
 

@@ -94,7 +94,8 @@ class TrainOptions:
     """steps: optimiser steps. learning_rate, betas, epsilon, weight_decay: AdamW's.
     warmup_steps: linear warm-up, then constant. max_grad_norm: clip of the global norm; inf
     leaves gradients alone. recompute: "full" recomputes each layer in backward, "none" keeps its
-    activations, "selective" recomputes the first recompute_layers and keeps the others.
+    activations, "selective" recomputes all of a layer but its attention, in the first
+    recompute_layers layers (None: in all), and keeps the others.
     device: "auto" is cuda where there is one. deterministic: torch's deterministic algorithms.
     seed: of the order of groups.
     """
@@ -117,10 +118,10 @@ class TrainOptions:
             raise ConfigError(f"train.steps is {self.steps}; give at least 1")
         if self.learning_rate < 0:
             raise ConfigError(f"train.learning_rate is {self.learning_rate}; give 0 or more")
-        if (self.recompute == "selective") != (self.recompute_layers is not None):
+        if self.recompute != "selective" and self.recompute_layers is not None:
             raise ConfigError(
                 f"train.recompute_layers is {self.recompute_layers} with "
-                f"train.recompute={self.recompute!r}; give it with 'selective' and only there"
+                f"train.recompute={self.recompute!r}; give it with 'selective' only"
             )
         if self.recompute_layers is not None and self.recompute_layers < 1:
             raise ConfigError(

@@ -26,6 +26,7 @@ from harts.ops.attention.block_lists import (
     pad_ends,
     queue_blocks,
 )
+from harts.ops.kept_results import kept_result
 from harts.views.attention import AttentionView
 
 if TYPE_CHECKING:
@@ -115,16 +116,17 @@ class _Attention(torch.autograd.Function):
         scale: float,
         deterministic: bool,
     ) -> torch.Tensor:
-        out: torch.Tensor
-        out, lse = _library().forward(
-            q_PHD,
-            k_PGD,
-            v_PGV,
-            plan.end,
-            plan.partial,
-            plan.full,
-            blocks=plan.blocks.forward,
-            scale=scale,
+        out, lse = kept_result(
+            lambda: _library().forward(
+                q_PHD,
+                k_PGD,
+                v_PGV,
+                plan.end,
+                plan.partial,
+                plan.full,
+                blocks=plan.blocks.forward,
+                scale=scale,
+            )
         )
         ctx.save_for_backward(q_PHD, k_PGD, v_PGV, out, lse)
         ctx.plan, ctx.scale, ctx.deterministic = plan, scale, deterministic

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from harts.ops.kept_results import kept_result
 from harts.views.attention import AttentionView, ChainRows
 
 Runs = tuple[tuple[int, int], ...]
@@ -77,20 +78,9 @@ class _ChainAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         groups = group_chains(view.chains)
-        q, k, v = _head_first(q_CHD, k_CGD, v_CGV, scale)
-        num_heads, num_rows, repeats, _ = q.shape
-        out_CGRV = q.new_empty(num_rows, num_heads, repeats, v.shape[-1])
-        lse_GCR = q.new_empty(num_heads, num_rows, repeats)
-        rows = torch.arange(num_rows, device=q.device)
-        for group in groups:
-            k_GND, v_GNV = _gather(k, group.keys), _gather(v, group.keys)
-            for start, stop, num_keys in _blocks(group, q):
-                scores = _scores(q, k_GND, rows, view.end, group, start, stop, num_keys)
-                out, lse = _attend(scores, v_GNV[:, :num_keys])
-                del scores  # or it would live on while the next block's are made
-                out_CGRV[start:stop] = _by_row(out, repeats).transpose(0, 1)
-                lse_GCR[:, start:stop] = lse.unflatten(1, (-1, repeats))
-        out_CHV = out_CGRV.flatten(1, 2).to(q_CHD.dtype)
+        out_CHV, lse_GCR = kept_result(
+            lambda: _attend_groups(q_CHD, k_CGD, v_CGV, view, groups, scale)
+        )
         ctx.save_for_backward(q_CHD, k_CGD, v_CGV, out_CHV, lse_GCR)
         ctx.view, ctx.scale, ctx.groups = view, scale, groups
         return out_CHV
@@ -126,6 +116,31 @@ class _ChainAttention(torch.autograd.Function):
         d_k_CGD, d_v_CGV = d_k.transpose(0, 1), d_v.transpose(0, 1)
         dtype = q_CHD.dtype
         return d_q_CHD.to(dtype), d_k_CGD.to(dtype), d_v_CGV.to(dtype), None, None
+
+
+def _attend_groups(
+    q_CHD: torch.Tensor,
+    k_CGD: torch.Tensor,
+    v_CGV: torch.Tensor,
+    view: AttentionView,
+    groups: list[RowGroup],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs (C, H, V) in q's dtype and log-sum-exp (G, C, R)."""
+    q, k, v = _head_first(q_CHD, k_CGD, v_CGV, scale)
+    num_heads, num_rows, repeats, _ = q.shape
+    out_CGRV = q.new_empty(num_rows, num_heads, repeats, v.shape[-1])
+    lse_GCR = q.new_empty(num_heads, num_rows, repeats)
+    rows = torch.arange(num_rows, device=q.device)
+    for group in groups:
+        k_GND, v_GNV = _gather(k, group.keys), _gather(v, group.keys)
+        for start, stop, num_keys in _blocks(group, q):
+            scores = _scores(q, k_GND, rows, view.end, group, start, stop, num_keys)
+            out, lse = _attend(scores, v_GNV[:, :num_keys])
+            del scores  # or it would live on while the next block's are made
+            out_CGRV[start:stop] = _by_row(out, repeats).transpose(0, 1)
+            lse_GCR[:, start:stop] = lse.unflatten(1, (-1, repeats))
+    return out_CGRV.flatten(1, 2).to(q_CHD.dtype), lse_GCR
 
 
 def group_chains(chains: tuple[ChainRows, ...]) -> list[RowGroup]:
