@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,12 +24,15 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
 from results_file import write_result
 
+SLOW_SECONDS = 200
+"""A test that runs longer says where it is; most of the time is compilation."""
+
 
 def main() -> None:
     """Test, print the tail, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tests", nargs="*", default=["tests"])
-    parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 6)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--out", help="folder for the JSON instead of benchmarks/results")
     args = parser.parse_args()
@@ -56,8 +60,9 @@ def main() -> None:
 
 def _command(args: argparse.Namespace, report: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-m", "gpu or triton", f"--junitxml={report}"]
+    command += ["--durations=20", "-o", f"faulthandler_timeout={SLOW_SECONDS}"]
     if importlib.util.find_spec("xdist"):
-        command += ["-n", str(args.workers)]
+        command += ["-n", str(args.workers), "--dist", "worksteal"]
     return [*command, *args.tests]
 
 

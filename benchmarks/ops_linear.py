@@ -2,6 +2,7 @@
 
     python benchmarks/ops_linear.py                      # C = 65,536 rows, 16 heads x 128, bf16
     python benchmarks/ops_linear.py --sweep              # also launch shapes of the two scans
+    python benchmarks/ops_linear.py --per-head --heads 32 --key-heads 16    # Gated DeltaNet
 
 Variants, forward and backward, alternating in one process:
     plain          fla's chunk_kda over the compact rows, one sequence a chain, no states: no tree
@@ -13,6 +14,10 @@ Variants, forward and backward, alternating in one process:
     rounds         fla's chunk_kda round by round
     nodes          fla's chunk_kda once for each fork-free segment, from its parent's end state
     expanded       fla's chunk_kda over all trajectories, nothing shared
+
+With --per-head: plain and plain_packed are fla's chunk_gated_delta_rule, forward alone where fla
+refuses its backward; scan and scan_gathered as above; widened is the scan with each decay repeated
+over the key width, which takes KDA's kernels.
 """
 
 from __future__ import annotations
@@ -80,7 +85,8 @@ def main() -> None:
 def _write(folder: str | None, record: dict[str, Any]) -> None:
     """Before the sweep and after it: a run that is cut short keeps its samples."""
     if folder is not None:
-        path = Path(folder) / "ops_linear.json"
+        name = "ops_linear-per-head" if record["config"]["per_head"] else "ops_linear"
+        path = Path(folder) / f"{name}.json"
         path.write_text(json.dumps([record], indent=1) + "\n")
 
 
@@ -122,6 +128,8 @@ def _variants(
     rows: torch.Tensor,
 ) -> dict[str, Run]:
     compact = _inputs(view.packed.own.shape[0], args)
+    if args.per_head:
+        return _per_head_variants(view, compact)
     packed = [gather_rows(x.detach(), view.packed).requires_grad_() for x in compact]
     own_lengths = _own_lengths(view)
 
@@ -154,7 +162,7 @@ def _variants(
         return run
 
     def gathered() -> tuple[torch.Tensor, Inputs]:
-        rows_of_chains = (gather_rows(x, view.packed) for x in compact)
+        rows_of_chains = (gather_rows(x, view.packed, impl="fused") for x in compact)
         output, _ = chunk_kda(*rows_of_chains, view=view, impl="scan", safe_gate=args.safe_gate)
         return output.index_select(0, view.packed.own), compact
 
@@ -169,7 +177,8 @@ def _variants(
 
     def moved() -> tuple[torch.Tensor, Inputs]:
         """What the tree adds to a packed layer: rows into the packed layout and out of it."""
-        return own_rows(gather_rows(hidden, view.packed), view.packed), [hidden]
+        packed = gather_rows(hidden, view.packed, impl="fused")
+        return own_rows(packed, view.packed, impl="fused"), [hidden]
 
     variants: dict[str, Run] = {
         "plain": plain(compact, _offsets(own_lengths)),
@@ -186,17 +195,67 @@ def _variants(
     return variants
 
 
+def _per_head_variants(view: LinearView, compact: Inputs) -> dict[str, Run]:
+    from harts.ops.linear_attention.fla06 import chunk_gated_delta_rule_packed
+
+    packed = [gather_rows(x.detach(), view.packed).requires_grad_() for x in compact]
+
+    def plain(inputs: Inputs, lengths: list[int]) -> Run:
+        def run() -> tuple[torch.Tensor, Inputs]:
+            q, k, v, log_decay, beta = (x.unsqueeze(0) for x in inputs)
+            output, _ = chunk_gated_delta_rule_packed(
+                q,
+                k,
+                v,
+                log_decay.squeeze(-1),
+                beta,
+                scale=q.shape[-1] ** -0.5,
+                initial_states=None,
+                lengths=lengths,
+            )
+            return output[0], inputs if _fla_has_per_head_backward() else []
+
+        return run
+
+    def scan(inputs: Inputs, gathered: bool = False, widened: bool = False) -> Run:
+        def run() -> tuple[torch.Tensor, Inputs]:
+            rows = list(inputs)
+            if gathered:
+                rows = [gather_rows(x, view.packed, impl="fused") for x in inputs]
+            if widened:
+                rows[3] = rows[3].expand(-1, -1, rows[0].shape[2])
+            output, _ = chunk_kda(*rows, view=view, impl="scan")
+            return output.index_select(0, view.packed.own) if gathered else output, inputs
+
+        return run
+
+    return {
+        "plain": plain(compact, _own_lengths(view)),
+        "plain_packed": plain(packed, view.cu_seqlens.diff().tolist()),
+        "scan": scan(packed),
+        "scan_gathered": scan(compact, gathered=True),
+        "widened": scan(packed, widened=True),
+    }
+
+
+def _fla_has_per_head_backward() -> bool:
+    """Whether fla runs it here: Triton before 3.7.1 miscompiles it on Hopper."""
+    version = tuple(int(part) for part in triton.__version__.split("+")[0].split("."))
+    return torch.cuda.get_device_capability()[0] != 9 or not (3, 4) <= version < (3, 7, 1)
+
+
 def _inputs(num_rows: int, args: argparse.Namespace) -> Inputs:
     """Random q, k of unit length, v, log decay in (-4, 0) mostly near zero, beta in (0, 1)."""
     generator = torch.Generator(DEVICE).manual_seed(args.seed)
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(num_rows, args.heads, *shape, device=DEVICE, generator=generator)
+    def normal(heads: int, *shape: int) -> torch.Tensor:
+        return torch.randn(num_rows, heads, *shape, device=DEVICE, generator=generator)
 
-    q, k = (torch.nn.functional.normalize(normal(args.width), dim=-1) for _ in range(2))
-    log_decay = -4 * torch.sigmoid(normal(args.width) - 3)
-    values = [q.bfloat16(), k.bfloat16(), normal(args.width).bfloat16(), log_decay]
-    return [x.requires_grad_() for x in [*values, torch.sigmoid(normal()).bfloat16()]]
+    heads, key_heads, width = args.heads, args.key_heads or args.heads, args.width
+    q, k = (torch.nn.functional.normalize(normal(key_heads, width), dim=-1) for _ in range(2))
+    log_decay = -4 * torch.sigmoid(normal(heads, 1 if args.per_head else width) - 3)
+    values = [q.bfloat16(), k.bfloat16(), normal(heads, width).bfloat16(), log_decay]
+    return [x.requires_grad_() for x in [*values, torch.sigmoid(normal(heads)).bfloat16()]]
 
 
 def _own_lengths(view: LinearView) -> list[int]:
@@ -217,13 +276,12 @@ def _timed(run: Run) -> dict[str, float]:
     events[0].record()
     output, leaves = run()
     events[1].record()
-    torch.autograd.grad(output, leaves, output.detach())
+    if leaves:
+        torch.autograd.grad(output, leaves, output.detach())
     events[2].record()
     torch.cuda.synchronize()
-    return {
-        "forward": events[0].elapsed_time(events[1]),
-        "both": events[0].elapsed_time(events[2]),
-    }
+    forward = {"forward": events[0].elapsed_time(events[1])}
+    return forward | ({"both": events[0].elapsed_time(events[2])} if leaves else {})
 
 
 def _metrics(samples: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
@@ -232,13 +290,13 @@ def _metrics(samples: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
         for phase, values in phases.items():
             metrics[f"{name}_{phase}_ms"] = round(statistics.median(values), 3)
             metrics[f"{name}_{phase}_spread_ms"] = round(max(values) - min(values), 3)
-    moved = metrics["rows_in_and_out_both_ms"]
-    metrics["layer_over_plain"] = round(
-        (metrics["scan_both_ms"] + moved) / metrics["plain_both_ms"], 4
-    )
-    for name in samples:
+    if "rows_in_and_out" in samples:
+        layer = metrics["scan_both_ms"] + metrics["rows_in_and_out_both_ms"]
+        metrics["layer_over_plain"] = round(layer / metrics["plain_both_ms"], 4)
+    for name, phases in samples.items():
         for base in ("plain", "plain_packed"):
-            ratio = metrics[f"{name}_both_ms"] / metrics[f"{base}_both_ms"]
+            phase = "both" if "both" in samples[base].keys() & phases.keys() else "forward"
+            ratio = metrics[f"{name}_{phase}_ms"] / metrics[f"{base}_{phase}_ms"]
             metrics[f"{name}_over_{base}"] = round(ratio, 4)
     metrics["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     return metrics
@@ -290,7 +348,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=65536, help="compact rows, about")
     parser.add_argument("--compression", type=float, default=5.6)
     parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--key-heads", type=int, help="heads of queries and keys, --heads if not")
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--per-head", action="store_true", help="one decay a head")
     parser.add_argument("--hidden", type=int, default=1536, help="width of the model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=11)

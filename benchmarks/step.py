@@ -305,20 +305,33 @@ def _agreement(
 
 
 def _variant(model: TreeModel, side: Side, weights: torch.Tensor, name: str) -> dict[str, float]:
-    """Seconds of the tree step with one operator replaced, three samples after one to warm up."""
+    """Seconds of the tree step with one operator replaced, two samples after one to warm up."""
     kernels = model.kernels
     run = partial(_step, model, side, weights)
+    metrics = {}
     try:
         if name in KERNEL_VARIANTS:
             model.kernels = replace(kernels, **KERNEL_VARIANTS[name])
-            seconds = median_seconds(run)
+            seconds = median_seconds(run, samples=2)
+            if name == "deterministic":
+                metrics["deterministic_same_bits"] = float(_repeats_its_bits(model, run))
         else:
             with baseline(name, side.microbatches):  # type: ignore[arg-type]
-                seconds = median_seconds(run)
+                seconds = median_seconds(run, samples=2)
     finally:
         model.kernels = kernels
-    print(f"{name}: {seconds:.3f} s", flush=True)
-    return {f"{name}_tree_seconds": seconds}
+    metrics[f"{name}_tree_seconds"] = seconds
+    print(metrics, flush=True)
+    return metrics
+
+
+def _repeats_its_bits(model: TreeModel, run: Callable[[], torch.Tensor]) -> bool:
+    """Whether two steps give the same log-probs and the same gradients of all parameters."""
+    log_probs = run()
+    first = {name: p.grad.cpu() for name, p in model.model.named_parameters() if p.grad is not None}
+    same = torch.equal(run(), log_probs)
+    parameters = dict(model.model.named_parameters())
+    return same and all(torch.equal(parameters[n].grad.cpu(), g) for n, g in first.items())
 
 
 def _print(metrics: dict[str, float]) -> None:

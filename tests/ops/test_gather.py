@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ops.linear_oracles import gather_from
 
-from harts.errors import HartsError
+from harts.errors import ConfigError, HartsError
 from harts.ops.gather import gather_rows, own_rows
 from harts.views.gather import RowGather
 
@@ -102,3 +104,12 @@ def test_own_rows_undo_the_gather_and_give_the_others_no_gradient(
 def test_own_rows_of_a_wrong_number_of_rows_are_refused() -> None:
     with pytest.raises(HartsError, match=r"shape \(2, 2\).* 3 packed rows"):
         own_rows(torch.zeros(2, 2), gather_from([0, 1, 1], [True, True, False]))
+
+
+@pytest.mark.parametrize("op", [gather_rows, own_rows])
+def test_an_impl_that_cannot_run_is_refused_in_one_line(op: Any) -> None:
+    gather = gather_from([0, 1], [True] * 2)
+    for impl, message in (("fused", "'fused' needs CUDA tensors"), ("flat", "impl is 'flat'")):
+        with pytest.raises(ConfigError, match=message) as error:
+            op(torch.zeros(2, 2), gather, impl=impl)
+        assert str(error.value).startswith(op.__name__) and "\n" not in str(error.value)

@@ -7,7 +7,7 @@ TRITON_F32_DEFAULT=ieee and a TRITON_CACHE_DIR of its own, float32 runs without 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -202,6 +202,21 @@ def each(*marks: Any) -> Any:
     return apply
 
 
+def assert_bitwise(
+    alone: Callable[[list[int]], tuple[torch.Tensor, torch.Tensor]],
+    output: torch.Tensor,
+    states: torch.Tensor,
+    row_of_produced: list[int],
+) -> None:
+    """alone: rows of a path -> output and end state of fla's operator."""
+    for leaf in leaves_of(TREE):
+        path = path_to(TREE, leaf)
+        differs = (output[path] != alone(path)[0]).flatten(1).any(1).nonzero().flatten().tolist()
+        assert not differs, f"trajectory of row {leaf}: first differing position {differs[0]}"
+    for slot, row in enumerate(row_of_produced):
+        assert torch.equal(states[slot], alone(path_to(TREE, row))[1]), f"state after row {row}"
+
+
 @each(*on_gpu)
 @pytest.mark.parametrize("safe_gate", [False, True], ids=["any_gate", "safe_gate"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -226,13 +241,34 @@ def test_output_and_states_are_bitwise_those_of_fla_on_every_trajectory(
         )
         return end[0], state[0]
 
-    for leaf in leaves_of(TREE):
-        path = path_to(TREE, leaf)
-        differs = (output[path] != alone(path)[0]).flatten(1).any(1).nonzero().flatten().tolist()
-        assert not differs, f"trajectory of row {leaf}: first differing position {differs[0]}"
-    for slot, row in enumerate(packed.row_of_produced):
-        assert torch.equal(states[slot], alone(path_to(TREE, row))[1]), f"state after row {row}"
+    assert_bitwise(alone, output, states, packed.row_of_produced)
     assert torch.equal(output, same_output) and torch.equal(states, same_states)
+
+
+@each(*on_gpu)
+@pytest.mark.parametrize("group", [1, 2])
+def test_with_one_decay_a_head_they_are_those_of_the_gated_delta_rule(group: int) -> None:
+    from harts.ops.linear_attention.fla06 import chunk_gated_delta_rule_packed
+
+    inputs = [x.detach() for x in inputs_of(TREE, torch.bfloat16, group, scalar_gate=True)]
+    packed = linear_view(TREE, 64)
+    output, states = run(inputs, on_cuda(packed.view), impl="scan")
+
+    def alone(path: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, log_decay, beta = (x[path].unsqueeze(0) for x in inputs)
+        end, state = chunk_gated_delta_rule_packed(
+            q,
+            k,
+            v,
+            log_decay.squeeze(-1),
+            beta,
+            scale=128**-0.5,
+            initial_states=torch.zeros(1, 2 * group, 128, 128, device="cuda"),
+            lengths=[len(path)],
+        )
+        return end[0], state[0]
+
+    assert_bitwise(alone, output, states, packed.row_of_produced)
 
 
 @each(*on_gpu)

@@ -29,7 +29,8 @@ class Kernels:
     """Implementations by part, under the names of each operator's `impl`.
 
     token_wise: "eager" keeps the model's own norms, activations and experts; "fused" replaces
-    them, under the same parameter names, where the family lists an adapter.
+    them, under the same parameter names, where the family lists an adapter, and gathers the rows
+    of linear-attention layers in one kernel a pass.
     deterministic: the same inputs give the same bits, forward and backward. Only "fa4" is faster
     without; every other part is deterministic either way.
     The defaults are the references in plain PyTorch, on any device and in any dtype.

@@ -18,6 +18,7 @@ from torch import nn
 
 from harts.models.tree_run import TreeRun
 from harts.ops.conv import causal_conv
+from harts.ops.fused_checks import Implementation
 from harts.ops.gather import gather_rows, own_rows
 from harts.ops.kept_results import layer_runs_again
 from harts.ops.linear_attention import KdaGate, chunk_kda
@@ -25,12 +26,17 @@ from harts.ops.linear_attention import KdaGate, chunk_kda
 
 def pack(hidden_states: torch.Tensor, tree: TreeRun) -> torch.Tensor:
     """(1, C, D) -> (P, D)."""
-    return gather_rows(hidden_states.squeeze(0), tree.view.linear.packed)
+    packed = tree.view.linear.packed
+    return gather_rows(hidden_states.squeeze(0), packed, impl=_row_gathers(tree))
 
 
 def unpack(output: torch.Tensor, tree: TreeRun) -> torch.Tensor:
     """(P, D) -> (1, C, D): the rows at their own places; replay has no output."""
-    return own_rows(output, tree.view.linear.packed)[None]
+    return own_rows(output, tree.view.linear.packed, impl=_row_gathers(tree))[None]
+
+
+def _row_gathers(tree: TreeRun) -> Implementation:
+    return "fused" if tree.kernels.token_wise == "fused" else "reference"
 
 
 def convolve(

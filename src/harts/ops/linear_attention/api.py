@@ -56,8 +56,9 @@ def chunk_kda(
     memory for chunks of B rows.
     "scan" needs CUDA, fla-core 0.6.0 and chunks of 64 rows: fla's chunk-local kernels once over
     all chains, own state scans round by round. Matrix products in the dtype of q, k, v (tf32 for
-    float32). Deterministic; with a gate of width K the output is bitwise that of fla's chunk_kda
-    on each trajectory, where fla runs its kernels in the same configurations.
+    float32). Deterministic; the output is bitwise that of fla's chunk_kda, or with one gate a head
+    of its chunk_gated_delta_rule, on each trajectory, where fla runs its kernels in the same
+    configurations.
     "rounds" is fla's public chunk_kda alone, one call a round or more: slower, for comparison.
 
     safe_gate: the caller's promise that log_decay >= -5 everywhere; "scan" and "rounds" then use

@@ -34,6 +34,10 @@ if _installed != _VERSION:
     )
 
 try:
+    from fla.ops.common.chunk_o import chunk_bwd_dv_local, chunk_fwd_o
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule as _public_chunk_gated_delta_rule
+    from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
+    from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd as recompute_per_head_w_u_fwd
     from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
     from fla.ops.kda import chunk_kda as _public_chunk_kda
     from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused
@@ -70,6 +74,15 @@ _KEYWORDS: list[tuple[Callable[..., Any], set[str]]] = [
         chunk_kda_bwd_intra,
         {"q", "k", "g", "beta", "dAqk", "dAkk", "dq", "dk", "db", "dg", "chunk_size", "safe_gate"}
         | _VARLEN,
+    ),
+    (chunk_gated_delta_rule_fwd_intra, {"k", "v", "g", "beta", "chunk_size", *_VARLEN}),
+    (recompute_per_head_w_u_fwd, {"k", "v", "g", "beta", "A", *_VARLEN}),
+    (chunk_fwd_o, {"q", "k", "v", "h", "g", "scale", "chunk_size", *_VARLEN}),
+    (chunk_bwd_dv_local, {"q", "k", "do", "g", "scale", "chunk_size", *_VARLEN}),
+    (
+        _public_chunk_gated_delta_rule,
+        {"q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state"}
+        | {"cu_seqlens", "cu_seqlens_cpu"},
     ),
     (
         _public_chunk_kda,
@@ -294,10 +307,9 @@ def intra_backward(
     d_beta: torch.Tensor,
     d_gate: torch.Tensor,
     *,
-    safe_gate: bool,
     view: LinearView,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """d_q, d_k, d_beta, d_gate with what comes through Aqk and Akk added."""
+    """d_q, d_k, d_beta, d_gate with what comes through Aqk and Akk added, for any gate."""
     d_q, d_k, d_beta, d_gate = chunk_kda_bwd_intra(
         q=q,
         k=k,
@@ -310,10 +322,105 @@ def intra_backward(
         db=d_beta,
         dg=d_gate,
         chunk_size=view.chunk_size,
-        safe_gate=safe_gate,
+        safe_gate=False,
         **_packing(view),
     )
     return d_q, d_k, d_beta, d_gate
+
+
+def per_head_intra(
+    k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor, *, view: LinearView
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """w (1, P, G, K), u (1, P, G, V) and T (1, P, G, B) of one decay a head, (1, P, G)."""
+    w, u, T = chunk_gated_delta_rule_fwd_intra(
+        k=k, v=v, g=gate, beta=beta, chunk_size=view.chunk_size, **_packing(view)
+    )
+    return w, u, T
+
+
+def per_head_rows(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    T: torch.Tensor,
+    *,
+    view: LinearView,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w and u again, for backward."""
+    w, u = recompute_per_head_w_u_fwd(k=k, v=v, beta=beta, A=T, g=gate, **_packing(view))
+    return w, u
+
+
+def per_head_output(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v_new: torch.Tensor,
+    gate: torch.Tensor,
+    states: torch.Tensor,
+    *,
+    scale: float,
+    view: LinearView,
+) -> torch.Tensor:
+    """Output (1, P, G, V) from the state at the start of every chunk, (1, NC, G, K, V)."""
+    output: torch.Tensor = chunk_fwd_o(
+        q=q,
+        k=k,
+        v=v_new,
+        h=states,
+        g=gate,
+        scale=scale,
+        chunk_size=view.chunk_size,
+        **_packing(view),
+    )
+    return output
+
+
+def per_head_within(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    gate: torch.Tensor,
+    d_output: torch.Tensor,
+    *,
+    scale: float,
+    view: LinearView,
+) -> torch.Tensor:
+    """The part of v_new's gradient (1, P, G, V) that comes from within its chunk."""
+    d_v_new: torch.Tensor = chunk_bwd_dv_local(
+        q=q, k=k, g=gate, do=d_output, scale=scale, chunk_size=view.chunk_size, **_packing(view)
+    )
+    return d_v_new
+
+
+def chunk_gated_delta_rule_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float,
+    initial_states: torch.Tensor | None,
+    lengths: list[int],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fla's public operator with one decay a head (1, P, G); backward is refused on some GPUs.
+
+    Output (1, P, G, V) and end states (N, G, K, V) in float32; lengths as in chunk_kda_packed.
+    """
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    output, states = _public_chunk_gated_delta_rule(
+        q=q,
+        k=k,
+        v=v,
+        g=log_decay,
+        beta=beta,
+        scale=scale,
+        initial_state=initial_states,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens.to(q.device),
+        cu_seqlens_cpu=cu_seqlens,
+    )
+    return output, states
 
 
 def chunk_kda_packed(

@@ -4,9 +4,12 @@ A program owns one chain, one value head and one block of value columns: it walk
 chunks with the state in float32 registers. The arithmetic is fla's (chunk_gated_delta_rule_fwd_h
 and bwd_dhu): operands of matrix products are rounded to the input dtype, nothing else is.
 
-Legend: P packed rows, N chains, NC chunks, S slots, G value heads, K key width, V value width,
-B rows of a chunk. Row tensors are (P, G, K) or (P, G, V); gate is the log2 decay summed within
-each chunk.
+The gate is the log2 decay summed within each chunk. With a decay for each key channel, (P, G, K),
+queries and keys come decayed, one row a value head. With one decay a head, (P, G), they come as
+they are, (P, H, K), and what rows write is decayed instead.
+
+Legend: P packed rows, N chains, NC chunks, S slots, H key heads, G value heads, K key width,
+V value width, D width of the gate (K or none), B rows of a chunk.
 """
 
 from __future__ import annotations
@@ -35,15 +38,16 @@ class ScanLaunch:
 FORWARD = ScanLaunch(block_v=32, num_warps=4, num_stages=2)
 RECOMPUTE = ScanLaunch(block_v=64, num_warps=4, num_stages=3)
 REVERSE = ScanLaunch(block_v=32, num_warps=4, num_stages=1)
+REVERSE_PER_HEAD = ScanLaunch(block_v=32, num_warps=4, num_stages=2)
 SINGLE_PRECISION = ScanLaunch(block_v=32, num_warps=4, num_stages=1)
 """float32 rows take twice the shared memory: no pipelining."""
 
 
 def scan_states(
-    k_to_end_PGK: torch.Tensor,
+    k_PHK: torch.Tensor,
     w_PGK: torch.Tensor,
     u_PGV: torch.Tensor,
-    gate_PGK: torch.Tensor,
+    gate_PGD: torch.Tensor,
     pool_SGKV: torch.Tensor,
     view: LinearView,
     *,
@@ -52,6 +56,7 @@ def scan_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """State at the start of every chunk (NC, G, K, V) and what rows write, v_new (P, G, V).
 
+    k: decayed to the chunk's end, with H = G, where the gate has a width; else as it is.
     fill_pool: round by round, storing the states that later rounds start from into their slots
     of the float32 pool. Otherwise the pool holds them already: one launch for all chains.
     """
@@ -63,10 +68,10 @@ def scan_states(
     block_v = _block_v(launch, value_width)
     for first, stop in _rounds(view) if fill_pool else [(0, len(view.init_slot))]:
         _scan_states_kernel[((stop - first) * num_heads * (value_width // block_v),)](
-            k_to_end_PGK,
+            k_PHK,
             w_PGK,
             u_PGV,
-            gate_PGK,
+            gate_PGD,
             states,
             v_new,
             pool_SGKV,
@@ -75,11 +80,13 @@ def scan_states(
             view.init_slot,
             view.store_slot,
             first,
+            H=k_PHK.shape[1],
             G=num_heads,
             K=key_width,
             V=value_width,
             B=view.chunk_size,
             BV=block_v,
+            PER_HEAD=gate_PGD.ndim == 2,
             FILL_POOL=fill_pool,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
@@ -88,10 +95,10 @@ def scan_states(
 
 
 def scan_state_gradients(
-    q_from_start_PGK: torch.Tensor,
-    k_to_end_PGK: torch.Tensor,
+    q_PHK: torch.Tensor,
+    k_PHK: torch.Tensor,
     w_PGK: torch.Tensor,
-    gate_PGK: torch.Tensor,
+    gate_PGD: torch.Tensor,
     d_output_PGV: torch.Tensor,
     d_v_new_PGV: torch.Tensor,
     d_states_SGKV: torch.Tensor | None,
@@ -102,6 +109,8 @@ def scan_state_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rounds in reverse. d_v_new_PGV holds what comes from within each chunk.
 
+    q, k: decayed from the chunk's start and to its end, with H = G, where the gate has a width;
+    else as they are.
     d_states_SGKV: gradients from outside of the produced slots, float32, or None.
     Returns the gradient of the state after every chunk (NC, G, K, V), of v_new (P, G, V), and of
     each chain's start state (N, G, K, V) in float32. A slot receives its consumers' gradients in
@@ -113,14 +122,15 @@ def scan_state_gradients(
     d_v_new = torch.empty_like(d_v_new_PGV)
     num_chains = len(view.init_slot)
     d_start = w_PGK.new_empty(num_chains, num_heads, key_width, value_width, dtype=torch.float32)
-    launch = launch or _launch_for(w_PGK, REVERSE)
+    reverse = REVERSE_PER_HEAD if gate_PGD.ndim == 2 else REVERSE
+    launch = launch or _launch_for(w_PGK, reverse)
     block_v = _block_v(launch, value_width)
     for first, stop in reversed(_rounds(view)):
         _scan_state_gradients_kernel[((stop - first) * num_heads * (value_width // block_v),)](
-            q_from_start_PGK,
-            k_to_end_PGK,
+            q_PHK,
+            k_PHK,
             w_PGK,
-            gate_PGK,
+            gate_PGD,
             d_output_PGV,
             d_v_new_PGV,
             d_end,
@@ -135,11 +145,13 @@ def scan_state_gradients(
             scale,
             first,
             view.num_external,
+            H=k_PHK.shape[1],
             G=num_heads,
             K=key_width,
             V=value_width,
             B=view.chunk_size,
             BV=block_v,
+            PER_HEAD=gate_PGD.ndim == 2,
             FROM_OUTSIDE=d_states_SGKV is not None,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
@@ -181,7 +193,7 @@ def _block_v(launch: ScanLaunch, value_width: int) -> int:
 
 @triton.jit(do_not_specialize=["first_chain"])
 def _scan_states_kernel(
-    k_to_end,
+    k,
     w,
     u,
     gate,
@@ -193,11 +205,13 @@ def _scan_states_kernel(
     init_slot,
     store_slot,
     first_chain,
+    H: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     B: tl.constexpr,
     BV: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     FILL_POOL: tl.constexpr,
 ):
     """S <- decay S + k_to_end^T (u - w S), chunk by chunk."""
@@ -230,10 +244,16 @@ def _scan_states_kernel(
         at_v = rows[:, None] * V + o_v[None, :]
         b_v = tl.load(u + at_v, mask=m_t[:, None], other=0.0) - b_v
         tl.store(v_new + at_v, b_v.to(v_new.dtype.element_ty), mask=m_t[:, None])
-        last = tl.minimum((i + 1) * B, num_rows) - 1
-        b_decay = tl.load(gate + ((row_begin + last) * G + head) * K + o_k)
-        b_state *= tl.exp2(b_decay)[:, None]
-        b_k = tl.load(k_to_end + rows[None, :] * K + o_k[:, None], mask=m_t[None, :], other=0.0)
+        last = (row_begin + tl.minimum((i + 1) * B, num_rows) - 1) * G + head
+        if PER_HEAD:
+            b_decay = tl.load(gate + last)
+            b_gate = tl.load(gate + rows, mask=m_t, other=0.0)
+            b_v *= tl.where(m_t, tl.exp2(b_decay - b_gate), 0.0)[:, None]
+            b_state *= tl.exp2(b_decay)
+        else:
+            b_state *= tl.exp2(tl.load(gate + last * K + o_k))[:, None]
+        key_rows = (row_begin + o_t) * H + head // (G // H)
+        b_k = tl.load(k + key_rows[None, :] * K + o_k[:, None], mask=m_t[None, :], other=0.0)
         b_state = tl.dot(b_k, b_v.to(b_k.dtype), b_state)
         if FILL_POOL:
             slot = tl.load(stores + i + 1).to(tl.int64)
@@ -243,8 +263,8 @@ def _scan_states_kernel(
 
 @triton.jit(do_not_specialize=["first_chain", "num_external"])
 def _scan_state_gradients_kernel(
-    q_from_start,
-    k_to_end,
+    q,
+    k,
     w,
     gate,
     d_output,
@@ -261,11 +281,13 @@ def _scan_state_gradients_kernel(
     scale,
     first_chain,
     num_external,
+    H: tl.constexpr,
     G: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     B: tl.constexpr,
     BV: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     FROM_OUTSIDE: tl.constexpr,
 ):
     """dv_new += k_to_end dS;   dS <- decay dS + scale q_from_start^T do - w^T dv_new."""
@@ -300,18 +322,25 @@ def _scan_state_gradients_kernel(
         o_t = i * B + tl.arange(0, B)
         m_t = o_t < num_rows
         rows = (row_begin + o_t) * G + head
+        key_rows = (row_begin + o_t) * H + head // (G // H)
+        last = (row_begin + tl.minimum((i + 1) * B, num_rows) - 1) * G + head
         at_v = rows[:, None] * V + o_v[None, :]
-        b_k = tl.load(k_to_end + rows[:, None] * K + o_k[None, :], mask=m_t[:, None], other=0.0)
+        b_k = tl.load(k + key_rows[:, None] * K + o_k[None, :], mask=m_t[:, None], other=0.0)
         b_dv = tl.dot(b_k, b_grad.to(b_k.dtype))
+        if PER_HEAD:
+            b_decay = tl.load(gate + last)
+            b_gate = tl.load(gate + rows, mask=m_t, other=0.0)
+            b_dv *= tl.where(m_t, tl.exp2(b_decay - b_gate), 0.0)[:, None]
         b_dv += tl.load(d_v_new_within + at_v, mask=m_t[:, None], other=0.0)
         tl.store(d_v_new + at_v, b_dv.to(d_v_new.dtype.element_ty), mask=m_t[:, None])
-        last = tl.minimum((i + 1) * B, num_rows) - 1
-        b_decay = tl.load(gate + ((row_begin + last) * G + head) * K + o_k)
-        at_k = rows[None, :] * K + o_k[:, None]
-        b_q = tl.load(q_from_start + at_k, mask=m_t[None, :], other=0.0)
-        b_w = tl.load(w + at_k, mask=m_t[None, :], other=0.0)
+        b_q = tl.load(q + key_rows[None, :] * K + o_k[:, None], mask=m_t[None, :], other=0.0)
+        b_w = tl.load(w + rows[None, :] * K + o_k[:, None], mask=m_t[None, :], other=0.0)
         b_do = tl.load(d_output + at_v, mask=m_t[:, None], other=0.0)
-        b_grad *= tl.exp2(b_decay)[:, None]
+        if PER_HEAD:
+            b_q = (b_q * tl.exp2(b_gate)[None, :]).to(b_w.dtype)
+            b_grad *= tl.exp2(b_decay)
+        else:
+            b_grad *= tl.exp2(tl.load(gate + last * K + o_k))[:, None]
         b_grad += tl.dot(b_q, b_do.to(b_q.dtype)) * scale - tl.dot(b_w, b_dv.to(b_w.dtype))
     tl.store(d_start + chain * (G * K * V) + in_state, b_grad)
 

@@ -1,8 +1,4 @@
-"""From compact rows to a packed layout and back, each the other's exact and ordered backward.
-
-Legend: C compact rows, P packed rows, E packed rows that repeat a compact row, R compact rows
-that are repeated.
-"""
+"""The gathers in plain PyTorch, on any device and in any dtype."""
 
 from __future__ import annotations
 
@@ -11,41 +7,19 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from harts.errors import HartsError
 from harts.views.gather import RowGather
 
 
-def gather_rows(x: torch.Tensor, gather: RowGather) -> torch.Tensor:
-    """Rows of x in the packed layout: packed[p] = x[source[p]], zeros where source[p] is -1.
-
-    x: (C, ...) of any dtype and trailing shape. Returns (P, ...) of the same dtype.
-    Backward is the transpose: each compact row reads the gradient of its own packed row, and the
-    R repeated ones add those of the E others in packed order, in float32 when x is narrower. The
-    same inputs give the same bits. Differentiable once. Raises HartsError when x does not have C
-    rows. Time and memory O(P).
-    """
-    _check_rows("gather_rows", x, gather.own.shape[0], "compact")
+def gather_rows_reference(x: torch.Tensor, gather: RowGather) -> torch.Tensor:
+    """See `harts.ops.gather.gather_rows`."""
     gathered: torch.Tensor = _GatherRows.apply(x, gather)
     return gathered
 
 
-def own_rows(x: torch.Tensor, gather: RowGather) -> torch.Tensor:
-    """The packed rows that are a compact row's own place, in compact order: (P, ...) -> (C, ...).
-
-    Backward gives all other packed rows a zero gradient. Raises HartsError when x does not have
-    P rows.
-    """
-    _check_rows("own_rows", x, gather.source.shape[0], "packed")
+def own_rows_reference(x: torch.Tensor, gather: RowGather) -> torch.Tensor:
+    """See `harts.ops.gather.own_rows`."""
     chosen: torch.Tensor = _OwnRows.apply(x, gather)
     return chosen
-
-
-def _check_rows(name: str, x: torch.Tensor, num_rows: int, kind: str) -> None:
-    if x.ndim == 0 or x.shape[0] != num_rows:
-        raise HartsError(
-            f"{name}: x has shape {tuple(x.shape)}, the gather is over {num_rows} {kind} "
-            f"rows; pass one row per {kind} row of the same microbatch"
-        )
 
 
 class _GatherRows(torch.autograd.Function):
