@@ -1,9 +1,12 @@
 """Run the GPU tests on this machine and keep their result: `make test-gpu`.
 
     PYTHONPATH=src:. python benchmarks/gpu_tests.py --write
+    PYTHONPATH=src:. python benchmarks/gpu_tests.py tests/ops --limit 300 --out results
 
 Needs pytest beside torch, triton, transformers, fla-core and flash-attn-4; runs in parallel where
-pytest-xdist is installed. Exits with pytest's status.
+pytest-xdist is installed. Most of the time is compilation, so do not run anything beside it. Prints
+each failure as it happens. A run that is stopped, or that --limit stops, keeps what it has: the
+tests without an outcome are listed as unfinished. Exits with pytest's status.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ import argparse
 import importlib.util
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -24,67 +29,111 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
 from results_file import write_result
 
+MARKED = "gpu or triton"
 SLOW_SECONDS = 200
-"""A test that runs longer says where it is; most of the time is compilation."""
+"""A test that runs longer says where it is."""
+_OUTCOME = re.compile(r"(PASSED|FAILED|SKIPPED|ERROR)\s+(?:\[[^]]*\]\s+)?(tests/\S.*?::.*?)\s*$")
+_OUTCOME_BEHIND = re.compile(r"^(tests/\S+::.*?) (PASSED|FAILED|SKIPPED|ERROR)\b")
 
 
 def main() -> None:
-    """Test, print the tail, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tests", nargs="*", default=["tests"])
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 6)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--out", help="folder for the JSON instead of benchmarks/results")
-    args = parser.parse_args()
+    """Test, print failures and totals, write the JSON."""
+    args = _arguments()
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        status = subprocess.run(_command(args, report), check=False).returncode
-        metrics, files, failures = _read(report)
-    metrics["seconds"] = round(time.perf_counter() - started, 1)
-    print(json.dumps(metrics | {"files": files, "failures": failures}, indent=1))
+    names = _collected(args.tests)
+    status, outcomes, tail = _run(args)
+    seconds = round(time.perf_counter() - started, 1)
     record = {
         "bench": "gpu_tests",
-        "case": "pytest -m 'gpu or triton'",
-        "config": {"tests": args.tests, "workers": args.workers},
+        "case": f"pytest -m '{MARKED}'",
+        "config": {"tests": args.tests, "workers": args.workers, "limit": args.limit},
         "env": gpu_environment(),
-        "metrics": metrics | {"by_file": files, "failures": failures},
+        "metrics": _metrics(names, outcomes) | {"seconds": seconds},
         "samples": {},
     }
+    print("\n".join(tail))
+    print(json.dumps(record["metrics"], indent=1))
     if args.out:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
         (Path(args.out) / "gpu_tests.json").write_text(json.dumps([record], indent=1) + "\n")
     if args.write:
         print(write_result("gpu_tests", "h200", [record]))
     sys.exit(status)
 
 
-def _command(args: argparse.Namespace, report: Path) -> list[str]:
-    command = [sys.executable, "-m", "pytest", "-m", "gpu or triton", f"--junitxml={report}"]
+def _collected(tests: list[str]) -> list[str]:
+    """Names of all tests that should run."""
+    command = [sys.executable, "-m", "pytest", "-m", MARKED, "--collect-only", "-q", *tests]
+    listing = subprocess.run(
+        [*command, "-o", "addopts=--import-mode=importlib"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return [line for line in listing.stdout.splitlines() if "::" in line]
+
+
+def _run(args: argparse.Namespace) -> tuple[int, dict[str, str], list[str]]:
+    """pytest's status, the outcome of each test that had one, and the end of its output."""
+    command = [sys.executable, "-m", "pytest", "-m", MARKED, "-vv", "--color=no", "--tb=short"]
     command += ["--durations=20", "-o", f"faulthandler_timeout={SLOW_SECONDS}"]
     if importlib.util.find_spec("xdist"):
         command += ["-n", str(args.workers), "--dist", "worksteal"]
-    return [*command, *args.tests]
+    process = subprocess.Popen(
+        [*command, *args.tests],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    stop = threading.Timer(args.limit, os.killpg, (process.pid, signal.SIGKILL))
+    stop.start()
+    outcomes: dict[str, str] = {}
+    rest: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        name, outcome = _read(line)
+        if not name:
+            rest.append(line.rstrip())
+            continue
+        outcomes[name] = outcome
+        if outcome in ("FAILED", "ERROR"):
+            print(outcome, name, flush=True)
+    stop.cancel()
+    return process.wait(), outcomes, rest[-args.tail :]
 
 
-def _read(report: Path) -> tuple[dict[str, Any], dict[str, int], list[str]]:
-    """Totals, tests passed by file, and the names of those that failed."""
-    if not report.exists():
-        return {"passed": 0, "failed": 0, "skipped": 0}, {}, ["pytest wrote no report"]
-    totals = {"passed": 0, "failed": 0, "skipped": 0}
-    files: dict[str, int] = {}
-    failures = []
-    for case in ElementTree.parse(report).iter("testcase"):
-        kinds = {child.tag for child in case}
-        if kinds & {"failure", "error"}:
-            totals["failed"] += 1
-            failures.append(f"{case.get('classname')}::{case.get('name')}")
-        elif "skipped" in kinds:
-            totals["skipped"] += 1
-        else:
-            totals["passed"] += 1
-            file = str(case.get("classname"))
-            files[file] = files.get(file, 0) + 1
-    return totals, files, failures
+def _read(line: str) -> tuple[str, str]:
+    """Test and outcome of one line of pytest -v, with and without xdist; empty for others."""
+    behind = _OUTCOME_BEHIND.match(line)
+    if behind:
+        return behind[1], behind[2]
+    before = _OUTCOME.search(line) if line.startswith("[gw") else None
+    return (before[2], before[1]) if before else ("", "")
+
+
+def _metrics(names: list[str], outcomes: dict[str, str]) -> dict[str, Any]:
+    counts = Counter(outcomes.values())
+    by_file = Counter(n.split("::")[0] for n, o in outcomes.items() if o == "PASSED")
+    return {
+        "passed": counts["PASSED"],
+        "failed": counts["FAILED"] + counts["ERROR"],
+        "skipped": counts["SKIPPED"],
+        "by_file": dict(sorted(by_file.items())),
+        "failures": sorted(n for n, o in outcomes.items() if o in ("FAILED", "ERROR")),
+        "unfinished": sorted(set(names) - set(outcomes)),
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tests", nargs="*", default=["tests"])
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--limit", type=float, default=3600, help="seconds until it is stopped")
+    parser.add_argument("--tail", type=int, default=120, help="lines of pytest's end to print")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--out", help="folder for the JSON instead of benchmarks/results")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

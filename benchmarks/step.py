@@ -69,6 +69,8 @@ class Side:
 def main() -> None:
     """Measure and print; write the JSON with --write or --out."""
     args = _arguments()
+    if args.out:
+        Path(args.out).mkdir(parents=True, exist_ok=True)
     limit_autotuning(args.configs)
     model = _attached(args)
     num_parameters = sum(p.numel() for p in model.model.parameters())

@@ -100,14 +100,18 @@ def one_configuration() -> Iterator[None]:
     yield
 
 
-def on_cuda(value: Any) -> Any:
+def on_device(value: Any, device: str) -> Any:
     """The same view with its tensors on the device."""
     if isinstance(value, torch.Tensor):
-        return value.cuda()
+        return value.to(device)
     if is_dataclass(value):
-        moved = {f.name: on_cuda(getattr(value, f.name)) for f in fields(value)}
+        moved = {f.name: on_device(getattr(value, f.name), device) for f in fields(value)}
         return replace(value, **moved)  # type: ignore[type-var]
     return value
+
+
+def on_cuda(value: Any) -> Any:
+    return on_device(value, "cuda")
 
 
 def inputs_of(
@@ -150,10 +154,10 @@ def all_results(
 def exact_results(
     inputs: list[torch.Tensor], view: LinearView, external: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """The reference in float64."""
-    wide = [x.detach().double().requires_grad_() for x in inputs]
-    start = None if external is None else external.detach().double().requires_grad_()
-    return all_results(wide, view, start)
+    """The reference in float64, on the CPU: thousands of small steps, and tests share the GPU."""
+    wide = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    start = None if external is None else external.detach().cpu().double().requires_grad_()
+    return all_results(wide, on_device(view, "cpu"), start)
 
 
 def tree_with_external_states(group: int) -> tuple[LinearView, torch.Tensor]:
@@ -333,6 +337,40 @@ def test_the_same_inputs_twice_give_the_same_bits(
     first = once()
     for name, a, b in zip((*NAMES, "external"), first, once(), strict=True):
         assert torch.equal(a, b), f"{name} differs between two runs"
+
+
+@each(*on_gpu)
+@pytest.mark.parametrize("per_head", [False, True], ids=["per_channel", "per_head"])
+def test_a_pipelined_scan_has_the_bits_of_one_without(per_head: bool) -> None:
+    """Triton 3.6 can overwrite a tile too early in a pipelined loop on Hopper."""
+    from harts.ops.linear_attention import scan_kernels
+
+    view, _ = agent_view()
+    num_rows, num_heads = len(view.grid_row), 4
+    generator = torch.Generator("cuda").manual_seed(2)
+
+    def normal(*shape: int, size: float = 0.1) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=generator).mul(size).bfloat16()
+
+    q, k, w = (normal(num_rows, num_heads, 128) for _ in range(3))
+    u, d_output, d_v_new = (normal(num_rows, num_heads, 128, size=1) for _ in range(3))
+    gate = -normal(num_rows, num_heads, *(() if per_head else (128,)), size=1).float().abs()
+    pool = torch.zeros(view.num_slots, num_heads, 128, 128, device="cuda")
+
+    def results(launch: Any) -> list[torch.Tensor]:
+        filled = pool.clone()
+        first = scan_kernels.scan_states(k, w, u, gate, filled, view, fill_pool=True, launch=launch)
+        again = scan_kernels.scan_states(
+            k, w, u, gate, filled, view, fill_pool=False, launch=launch
+        )
+        back = scan_kernels.scan_state_gradients(
+            q, k, w, gate, d_output, d_v_new, None, view, scale=0.1, launch=launch
+        )
+        return [*first, *again, *back, filled]
+
+    plain = scan_kernels.ScanLaunch(block_v=32, num_warps=4, num_stages=1)
+    for got, want in zip(results(None), results(plain), strict=True):
+        assert torch.equal(got, want)
 
 
 @each(*on_gpu)

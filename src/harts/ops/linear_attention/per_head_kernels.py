@@ -19,7 +19,9 @@ import torch
 from harts.ops.needs_triton import tl, triton
 from harts.views.linear import LinearView
 
-_WARPS = 8
+_WARPS, _STAGES = 8, 1
+"""No pipelining: on Hopper Triton 3.6 keeps one buffer too few for a tile that an asynchronous
+matrix product and registers both read (d_end here), and the next copy overwrites it early."""
 _BLOCK_V = 64
 
 
@@ -78,7 +80,7 @@ def rows_backward(
         B=view.chunk_size,
         BV=block,
         num_warps=_WARPS,
-        num_stages=1,
+        num_stages=_STAGES,
     )
     return d_q, d_k, d_v, d_beta, d_gate
 
