@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from harts.ops.linear_attention import fla06
 from harts.ops.linear_attention.gate import KdaGate
 from harts.ops.linear_attention.layout import batched, over_group
-from harts.ops.linear_attention.per_channel_kernels import rows_backward
+from harts.ops.linear_attention.rows_backward import rows_backward
 from harts.ops.linear_attention.scan_kernels import (
     external_state_gradients,
     scan_state_gradients,

@@ -1,8 +1,8 @@
 """Chunk-local backward of the delta rule with a decay for each key channel, in Triton.
 
-It takes the place of two kernels of fla (chunk_kda_bwd_wy_dqkg_fused, chunk_kda_bwd_intra) and of a
-third's work (chunk_kda_bwd_dAv) for bounded gates; nothing goes through memory between the parts. A
-program owns one chunk of one value head.
+For bounded gates it takes the place of two kernels of fla (chunk_kda_bwd_wy_dqkg_fused and
+chunk_kda_bwd_intra); nothing goes through memory between the parts. A program owns one chunk of one
+value head.
 
 With E_ij = 2^(g_i - g_j) in each channel, T = (I + tril(beta_i (k_i . E_ij k_j), -1))^-1 and
 X = beta 2^g k, a chunk computes w = T X, u = T (beta v), v_new = u - w S and
@@ -18,86 +18,16 @@ a chunk; g is the log2 decay summed within each chunk.
 
 from __future__ import annotations
 
-import torch
-
 from harts.ops.needs_triton import tl, triton
-from harts.views.linear import LinearView
 
-_WARPS, _STAGES = 8, 1
-"""No pipelining: on Hopper Triton 3.6 keeps one buffer too few for a tile that an asynchronous
-matrix product and registers both read (d_end here), and the next copy overwrites it early."""
-_BLOCK_V = 64
-_BLOCK_ROWS = 16
+BLOCK_ROWS = tl.constexpr(16)
 """Rows that share an anchor."""
-_SHIFT = 54.0
+SHIFT = tl.constexpr(54.0)
 """Binary orders from a block's first row down to its anchor: half of what 15 rows can decay."""
 
 
-def rows_backward(
-    q_PHK: torch.Tensor,
-    k_PHK: torch.Tensor,
-    v_PGV: torch.Tensor,
-    v_new_PGV: torch.Tensor,
-    gate_PGK: torch.Tensor,
-    beta_PG: torch.Tensor,
-    T_PGB: torch.Tensor,
-    states_NGKV: torch.Tensor,
-    d_output_PGV: torch.Tensor,
-    d_end_NGKV: torch.Tensor,
-    d_v_new_PGV: torch.Tensor,
-    view: LinearView,
-    *,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q and k for each value head (P, G, K) and of v (P, G, V) in their dtypes; of
-    beta (P, G) and of the summed decay (P, G, K), which is a natural logarithm here, in float32.
-
-    states: at the start of every chunk. d_end: of the state after it. d_v_new: complete.
-    """
-    num_rows, num_heads, value_width = v_PGV.shape
-    key_heads, key_width = q_PHK.shape[1:]
-    d_q = q_PHK.new_empty(num_rows, num_heads, key_width)
-    d_k, d_v = torch.empty_like(d_q), torch.empty_like(v_PGV)
-    d_gate = torch.empty_like(gate_PGK)
-    d_beta = gate_PGK.new_empty(num_rows, num_heads)
-    half = q_PHK.dtype.itemsize == 2
-    block = min(_BLOCK_V if half else 16, value_width & -value_width)
-    _rows_backward_kernel[(len(view.chunk_indices), num_heads)](
-        q_PHK,
-        k_PHK,
-        v_PGV,
-        v_new_PGV,
-        gate_PGK,
-        beta_PG,
-        T_PGB,
-        states_NGKV,
-        d_output_PGV,
-        d_end_NGKV,
-        d_v_new_PGV,
-        d_q,
-        d_k,
-        d_v,
-        d_beta,
-        d_gate,
-        view.cu_seqlens,
-        view.chunk_indices,
-        scale,
-        H=key_heads,
-        G=num_heads,
-        K=key_width,
-        V=value_width,
-        B=view.chunk_size,
-        BV=block,
-        BR=_BLOCK_ROWS,
-        SHIFT=_SHIFT,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
-    )
-    return d_q, d_k, d_v, d_beta, d_gate
-
-
 @triton.jit(do_not_specialize=["scale"])
-def _rows_backward_kernel(
+def per_channel_kernel(
     q,
     k,
     v,
@@ -123,8 +53,6 @@ def _rows_backward_kernel(
     V: tl.constexpr,
     B: tl.constexpr,
     BV: tl.constexpr,
-    BR: tl.constexpr,
-    SHIFT: tl.constexpr,
 ):
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chain = tl.load(chunk_indices + 2 * chunk)
@@ -147,8 +75,8 @@ def _rows_backward_kernel(
     at_k = rows[:, None] * K + o_k[None, :]
     at_key = key_rows[:, None] * K + o_k[None, :]
     b_beta = tl.load(beta + rows, mask=m_t, other=0.0).to(tl.float32)
-    block = o_t // BR
-    at_anchor = (block * (BR * G * K))[:, None] + o_k[None, :]
+    block = o_t // BLOCK_ROWS
+    at_anchor = (block * (BLOCK_ROWS * G * K))[:, None] + o_k[None, :]
 
     # Registers hold two (B, K) sums at most: what comes back later is loaded again.
     # u = T (beta v), w = T X, and the pairs of the output
@@ -187,8 +115,8 @@ def _rows_backward_kernel(
     # what adds to a key's gradient as the later row of a pair, and through X: its decay multiplies
     anchor = tl.load(gate + at_anchor, mask=m_t[:, None], other=0.0) - SHIFT
     raised = tl.dot(b_T, b_dw) * tl.exp2(anchor)
-    for r in range(B // BR):
-        earlier = _earlier(b_k, g, gate, num_rows, o_t, o_k, r, G, K, BR, SHIFT)
+    for r in range(B // BLOCK_ROWS):
+        earlier = _earlier(b_k, g, gate, num_rows, o_t, o_k, r, G, K)
         raised = tl.dot(_rows_of_block(lower, block, r), earlier, raised)
     raised *= tl.exp2(g - anchor)
     b_d_beta += tl.sum(raised * b_k, axis=1)
@@ -198,10 +126,10 @@ def _rows_backward_kernel(
     # as the earlier row of a pair, and in the state after the chunk: its decay divides
     b_q = tl.load(q + at_key, mask=m_t[:, None], other=0.0)
     lowered = tl.zeros([B, K], dtype=tl.float32)
-    for r in range(B // BR):
-        at_first = tl.minimum(r * BR, num_rows - 1) * (G * K)
+    for r in range(B // BLOCK_ROWS):
+        at_first = tl.minimum(r * BLOCK_ROWS, num_rows - 1) * (G * K)
         since_anchor = g - tl.load(gate + at_first + o_k)[None, :] + SHIFT
-        far = ((o_t >= r * BR) & m_t)[:, None]
+        far = ((o_t >= r * BLOCK_ROWS) & m_t)[:, None]
         growth = tl.where(far, tl.exp2(tl.where(far, since_anchor, 0.0)), 0.0)
         later = (b_q * growth).to(b_k.dtype)
         lowered = tl.dot(_rows_of_block(tl.trans(pairs), block, r), later, lowered)
@@ -236,8 +164,8 @@ def _rows_backward_kernel(
         to_q = tl.dot(b_do, tl.trans(b_state), to_q)
     anchor = tl.load(gate + at_anchor, mask=m_t[:, None], other=0.0) - SHIFT
     to_q *= tl.exp2(anchor) * scale
-    for r in range(B // BR):
-        earlier = _earlier(b_k, g, gate, num_rows, o_t, o_k, r, G, K, BR, SHIFT)
+    for r in range(B // BLOCK_ROWS):
+        earlier = _earlier(b_k, g, gate, num_rows, o_t, o_k, r, G, K)
         to_q = tl.dot(_rows_of_block(pairs, block, r), earlier, to_q)
     to_q *= tl.exp2(g - anchor)
     tl.store(d_q + at_k, to_q.to(d_q.dtype.element_ty), mask=m_t[:, None])
@@ -246,14 +174,11 @@ def _rows_backward_kernel(
 
 
 @triton.jit
-def _earlier(
-    b_k, g, gate, num_rows, o_t, o_k, r,
-    G: tl.constexpr, K: tl.constexpr, BR: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
+def _earlier(b_k, g, gate, num_rows, o_t, o_k, r, G: tl.constexpr, K: tl.constexpr):
     """Keys of rows up to block r, decayed from its anchor back to them."""
-    at_first = tl.minimum(r * BR, num_rows - 1) * (G * K)
+    at_first = tl.minimum(r * BLOCK_ROWS, num_rows - 1) * (G * K)
     to_anchor = tl.load(gate + at_first + o_k)[None, :] - SHIFT - g
-    near = (o_t < (r + 1) * BR)[:, None]
+    near = (o_t < (r + 1) * BLOCK_ROWS)[:, None]
     return (b_k * tl.where(near, tl.exp2(tl.where(near, to_anchor, 0.0)), 0.0)).to(b_k.dtype)
 
 

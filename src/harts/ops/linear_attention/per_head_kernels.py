@@ -14,79 +14,11 @@ a chunk; g is the log2 decay summed within each chunk.
 
 from __future__ import annotations
 
-import torch
-
 from harts.ops.needs_triton import tl, triton
-from harts.views.linear import LinearView
-
-_WARPS, _STAGES = 8, 1
-"""No pipelining: on Hopper Triton 3.6 keeps one buffer too few for a tile that an asynchronous
-matrix product and registers both read (d_end here), and the next copy overwrites it early."""
-_BLOCK_V = 64
-
-
-def rows_backward(
-    q_PHK: torch.Tensor,
-    k_PHK: torch.Tensor,
-    v_PGV: torch.Tensor,
-    v_new_PGV: torch.Tensor,
-    gate_PG: torch.Tensor,
-    beta_PG: torch.Tensor,
-    T_PGB: torch.Tensor,
-    states_NGKV: torch.Tensor,
-    d_output_PGV: torch.Tensor,
-    d_end_NGKV: torch.Tensor,
-    d_v_new_PGV: torch.Tensor,
-    view: LinearView,
-    *,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q and k for each value head (P, G, K), of v (P, G, V), of beta and of the summed
-    decay (P, G), which is a natural logarithm here; the last two in float32.
-
-    states: at the start of every chunk. d_end: of the state after it. d_v_new: complete.
-    """
-    num_rows, num_heads, value_width = v_PGV.shape
-    key_heads, key_width = q_PHK.shape[1:]
-    d_q = q_PHK.new_empty(num_rows, num_heads, key_width)
-    d_k, d_v = torch.empty_like(d_q), torch.empty_like(v_PGV)
-    d_beta, d_gate = torch.empty_like(gate_PG), torch.empty_like(gate_PG)
-    half = q_PHK.dtype.itemsize == 2
-    block = min(_BLOCK_V if half else 16, value_width & -value_width)
-    _rows_backward_kernel[(len(view.chunk_indices), num_heads)](
-        q_PHK,
-        k_PHK,
-        v_PGV,
-        v_new_PGV,
-        gate_PG,
-        beta_PG,
-        T_PGB,
-        states_NGKV,
-        d_output_PGV,
-        d_end_NGKV,
-        d_v_new_PGV,
-        d_q,
-        d_k,
-        d_v,
-        d_beta,
-        d_gate,
-        view.cu_seqlens,
-        view.chunk_indices,
-        scale,
-        H=key_heads,
-        G=num_heads,
-        K=key_width,
-        V=value_width,
-        B=view.chunk_size,
-        BV=block,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
-    )
-    return d_q, d_k, d_v, d_beta, d_gate
 
 
 @triton.jit(do_not_specialize=["scale"])
-def _rows_backward_kernel(
+def per_head_kernel(
     q,
     k,
     v,
