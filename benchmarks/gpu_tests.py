@@ -85,6 +85,7 @@ def _run(args: argparse.Namespace) -> tuple[int, dict[str, str], list[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.workers))},
     )
     stop = threading.Timer(args.limit, os.killpg, (process.pid, signal.SIGKILL))
     stop.start()

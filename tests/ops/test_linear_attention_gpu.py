@@ -1,13 +1,13 @@
 """chunk_kda on GPU: the scan against fla on every trajectory, the rounds and the reference.
 
-fla's autotuner picks by timing, so each of its kernels is held to one configuration here. With
+fla's autotuner picks by timing, so the suite holds each of its kernels to one configuration. With
 TRITON_F32_DEFAULT=ieee and a TRITON_CACHE_DIR of its own, float32 runs without tf32.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -38,7 +38,7 @@ def missing() -> str | None:
 
 REASON = missing()
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
-pytestmark = pytest.mark.usefixtures("one_configuration")
+pytestmark = pytest.mark.usefixtures("without_tf32")
 WITHOUT_TF32 = os.environ.get("TRITON_F32_DEFAULT") == "ieee"
 
 # The trunk forks at 63, 64, 65 and 128; a branch forks again; one-token chains; three roots.
@@ -76,28 +76,13 @@ cases = pytest.mark.parametrize(("dtype", "group", "scalar_gate"), CASES.values(
 
 
 @pytest.fixture(scope="module")
-def one_configuration() -> Iterator[None]:
-    """Each fla kernel keeps its first configuration: less to compile, and no choice by timing."""
-    if REASON is not None:
-        yield
-        return
-    from triton.runtime.autotuner import Autotuner
-
-    original = Autotuner.__init__
-
-    def pinned(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.configs = self.configs[:1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Autotuner, "__init__", pinned)
-        import harts.ops.linear_attention.fla06  # noqa: F401
-    if WITHOUT_TF32:
+def without_tf32() -> None:
+    """fla writes the precision of one product out; all others follow the environment."""
+    if WITHOUT_TF32 and REASON is None:
         import triton.language as tl
         from fla.ops.kda import chunk_intra
 
         chunk_intra.SOLVE_TRIL_DOT_PRECISION = tl.constexpr("ieee")
-    yield
 
 
 def on_device(value: Any, device: str) -> Any:
@@ -386,21 +371,26 @@ def test_a_learned_gate_errs_at_most_twice_as_much_as_its_decay_given(
     learned = [torch.randn(2, generator=generator) * 0.3, torch.randn(2, 128, generator=generator)]
 
     def results(dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+        """float64 on the CPU, as in exact_results."""
         wide = dtype == torch.float64
-        given = [x.detach().to(dtype if wide else x.dtype) for x in inputs]
-        given[3] = raw.cuda().to(dtype if wide else raw.dtype)
-        rate, offset = (x.cuda().to(dtype if wide else x.dtype).requires_grad_() for x in learned)
-        leaves = [x.requires_grad_() for x in given]
-        gate = KdaGate(rate, offset, lower_bound)
+        device = "cpu" if wide else "cuda"
+        here = on_device(view, device)
+
+        def given(x: torch.Tensor) -> torch.Tensor:
+            return x.detach().to(device, dtype if wide else x.dtype)
+
+        leaves = [given(x) for x in (*inputs[:3], raw, inputs[4])]
+        rate, offset = (given(x).requires_grad_() for x in learned)
+        for leaf in leaves:
+            leaf.requires_grad_()
+        gate, start = KdaGate(rate, offset, lower_bound), given(external)
         if options.pop("outside", False):
-            packed = [gather_rows(x, view.packed) for x in leaves]
+            packed = [gather_rows(x, here.packed) for x in leaves]
             packed[3] = log_decay_of(packed[3], gate)
-            start = external.detach()
-            output, states = chunk_kda(*packed, view=view, initial_states=start, **options)
-            output = output.index_select(0, view.packed.own)
+            output, states = chunk_kda(*packed, view=here, initial_states=start, **options)
+            output = output.index_select(0, here.packed.own)
         else:
-            start = external.detach().to(dtype) if wide else external.detach()
-            output, states = run(leaves, view, start, gate=gate, **options)
+            output, states = run(leaves, here, start, gate=gate, **options)
         return [x.cpu() for x in results_of(output.cpu(), states.cpu(), [*leaves, rate, offset])]
 
     actual = results(torch.bfloat16, impl="scan")
