@@ -168,7 +168,7 @@ def test_long_trajectories_are_dropped_and_listed_when_asked(
     )
     assert_refused(
         run_harts("plan", path, "--capacity", 5),
-        "trajectory 1 (long.jsonl:2) has 9 tokens, more than the capacity 5; raise --capacity",
+        "trajectory 1 (long.jsonl:2) has 9 tokens, more than the capacity 5; raise the capacity",
     )
     outcome = run_harts("plan", path, "--capacity", 5, "--over-capacity", "drop", "--json")
     assert outcome.json["dropped"] == ["trajectory 1 (long.jsonl:2)"]

@@ -207,7 +207,8 @@ def test_a_trajectory_longer_than_the_capacity_is_named_with_its_source_line():
     batch = TrajectoryBatch.from_rows(rows, sources=[f"bad.jsonl:{k}" for k in (1, 2, 5, 7)])
     assert refusal(batch, capacity=5199) == (
         "trajectory 3 (bad.jsonl:7) has 5,200 tokens, more than the capacity 5,199; "
-        "raise --capacity or split it"
+        "raise the capacity (--capacity; plan.capacity in a run) or split it, or drop it "
+        "(over_capacity 'drop')"
     )
     assert refusal(batch, capacity=8).startswith(
         "trajectory 1 (bad.jsonl:2) has 9 tokens (and 1 more), more than the capacity 8;"

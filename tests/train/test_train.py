@@ -14,7 +14,7 @@ import torch
 
 import harts
 from harts.data.synthetic import SyntheticOptions, generate
-from harts.errors import CheckpointError, ConfigError
+from harts.errors import CheckpointError, ConfigError, HartsError
 from harts.train import checkpoint as checkpoints
 from harts.train.sampling import GroupSampler, unshared, with_advantages
 from harts.train.trainer import train
@@ -113,11 +113,25 @@ def test_expert_biases_move_by_the_rate(tmp_path: Path, rollouts: Path) -> None:
         assert len(moved) and torch.equal(moved, torch.full_like(moved, 0.01))
 
 
+def test_what_the_first_step_would_refuse_is_refused_before_anything_is_written(
+    tmp_path: Path, rollouts: Path
+) -> None:
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text('{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "reward": 1.0}\n')
+    for file, override, message in (
+        (rollouts, "plan.capacity=5", "more than the capacity 5; raise the capacity"),
+        (bare, "objective.advantages=field", "'grpo' needs the field 'advantages'; fields present"),
+    ):
+        with pytest.raises(HartsError, match=message):
+            train(write_config(tmp_path, file, override))
+        assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("train.lerning_rate=1", "train.lerning_rate is unknown; did you mean learning_rate?"),
-        ("trian.steps=1", "section 'trian' is unknown; did you mean train?"),
+        ("trian.steps=1", "override 'trian.steps=1': section 'trian' is unknown"),
         ("train.steps=1.5", "train.steps is 1.5; it must be a valid integer"),
         ("train.steps=true", "train.steps is True; it must be a valid integer"),
         ("train.recompute=half", "train.recompute is 'half'; it must be 'none', 'selective' or"),

@@ -56,7 +56,8 @@ def _build(table: dict[str, Any], path: str, where: dict[str, str]) -> RunOption
     known = {name: _keys_of(hints[name], table.get(name, {})) for name in _SECTIONS}
     for section, entries in table.items():
         if section not in known:
-            raise ConfigError(f"{path}: section {section!r} is unknown{_hint(section, known)}")
+            place = next((p for key, p in where.items() if key.startswith(f"{section}.")), path)
+            raise ConfigError(f"{place}: section {section!r} is unknown{_hint(section, known)}")
         if not isinstance(entries, dict):
             raise ConfigError(f"{path}: {section} is {entries!r}; it must be a section")
         for key in entries:

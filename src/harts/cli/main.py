@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done, 1 not passed (verify), 2 an error the user can mend (one line on stderr, nothing on
     stdout), 130 interrupted. Other exceptions are bugs and keep their traceback.
     """
+    # what transformers says in passing, such as that its own kernels fall back, is about no run
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         args = _parse(argv)
         code = int(import_module(f"harts.cli.{args.command}").run(args))

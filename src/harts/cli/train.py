@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from harts.cli.config import read_config
 from harts.errors import HartsError
@@ -30,7 +31,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         metrics = train(options, resume=args.resume)
     finally:
-        if _stamp(metrics_file) != before:  # a refused run leaves the report of another alone
+        stamp = _stamp(metrics_file)
+        # a refused run leaves the report of another alone, and one without a step has none
+        if stamp != before and stamp is not None and stamp.size > 0:
             _report(metrics_file, options)
     if args.json:
         print(json.dumps(metrics))
@@ -39,13 +42,21 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a run writes its metrics; None where there are none."""
+class _Stamp(NamedTuple):
+    """What changes when a run writes its metrics."""
+
+    inode: int
+    size: int
+    modified: int
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    """None where there are no metrics."""
     try:
         status = path.stat()
     except OSError:
         return None
-    return status.st_ino, status.st_size, status.st_mtime_ns
+    return _Stamp(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _report(metrics_file: Path, options: RunOptions) -> None:

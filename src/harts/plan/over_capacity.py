@@ -11,6 +11,7 @@ from harts.errors import PlanError
 from harts.tree.order import Ints
 
 OverCapacity = Literal["error", "drop"]
+RAISE = "raise the capacity (--capacity; plan.capacity in a run)"
 
 
 def within_capacity(
@@ -32,7 +33,7 @@ def within_capacity(
         f"capacity {capacity:,}"
     )
     if over_capacity == "error":
-        raise PlanError(f"{problem}; raise --capacity or split it")
+        raise PlanError(f"{problem}; {RAISE} or split it, or drop it (over_capacity 'drop')")
     if len(too_long) == len(batch):
-        raise PlanError(f"{problem}, and no trajectory is left; raise --capacity")
+        raise PlanError(f"{problem}, and no trajectory is left; {RAISE}")
     return batch.select(np.flatnonzero(batch.lengths <= capacity)), too_long

@@ -41,7 +41,7 @@ def set_recomputation(model: Any, options: TrainOptions) -> None:
     if options.recompute_layers >= len(layers):
         raise ConfigError(
             f"train.recompute_layers is {options.recompute_layers}, the model has {len(layers)} "
-            "layers; give fewer, or none for all"
+            "layers; give fewer, or leave it out to recompute all of them"
         )
     for layer in layers[options.recompute_layers :]:
         layer.gradient_checkpointing = False

@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 import harts
+from harts.data.aliases import find
 from harts.data.read import read
 from harts.data.trajectory import TrajectoryBatch
-from harts.errors import CheckpointError, ConfigError
+from harts.errors import CheckpointError, ConfigError, DataError
 from harts.models.load import load_model
 from harts.models.tree_model import TreeModel, attach
+from harts.plan.over_capacity import within_capacity
 from harts.plan.planner import plan_step
 from harts.plan.step_plan import StepPlan
 from harts.rl.moe_losses import update_expert_bias
@@ -56,6 +58,7 @@ def _train(options: RunOptions, device: torch.device, resume: bool) -> dict[str,
     run_dir, config = Path(options.output.dir), _as_json(options)
     checkpoint = _starting_point(run_dir, config, resume)
     batch = with_advantages(_read(options.data), options.objective.advantages)
+    _check_data(batch, options)
     sampler = GroupSampler(
         batch,
         groups_per_step=options.data.groups_per_step,
@@ -144,6 +147,20 @@ def _starting_point(run_dir: Path, config: dict[str, Any], resume: bool) -> Chec
                     "change)"
                 )
     return checkpoint
+
+
+def _check_data(batch: TrajectoryBatch, options: RunOptions) -> None:
+    """Refuse before anything is loaded or written what the first step would refuse."""
+    if options.plan.over_capacity == "error":
+        within_capacity(batch, options.plan.capacity, "error")
+    fields = {**batch.position_fields, **batch.trajectory_fields}
+    if options.objective.name != "sft" and find(fields, "advantages") is None:
+        present = ", ".join(sorted(fields)) or "none"
+        raise DataError(
+            f"{options.data.path}: objective {options.objective.name!r} needs the field "
+            f"'advantages'; fields present: {present}; give it, or make it from rewards with "
+            "objective.advantages='group'"
+        )
 
 
 def _check_objective(model: TreeModel, options: RunOptions) -> None:
