@@ -52,13 +52,17 @@ def node_by_node(
     view: LinearView,
     gate: KdaGate | None = None,
     safe_gate: bool = False,
-    **_: Any,
+    impl: str = "scan",
+    keep_intermediates: bool = False,
 ) -> tuple[torch.Tensor, None]:
-    """Packed rows as in `harts.ops.linear_attention.chunk_kda`; output of replay rows is zero."""
+    """Packed rows as in `harts.ops.linear_attention.chunk_kda`; output of replay rows is zero.
+
+    impl and keep_intermediates are taken, as a layer passes them, and say nothing here.
+    """
     from harts.ops.linear_attention.fla06 import chunk_kda_packed
 
     if gate is not None:
-        safe_gate = safe_gate or (gate.lower_bound is not None and gate.lower_bound >= -5)
+        safe_gate = safe_gate or gate.is_bounded
         log_decay = log_decay_of(log_decay, gate)
     log_decay = log_decay.expand(-1, -1, q.shape[2])
     own = view.packed.own

@@ -39,6 +39,7 @@ _OUTCOME_BEHIND = re.compile(r"^(tests/\S+::.*?) (PASSED|FAILED|SKIPPED|ERROR)\b
 def main() -> None:
     """Test, print failures and totals, write the JSON."""
     args = _arguments()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as an interrupt: keep what there is
     started = time.perf_counter()
     names = _collected(args.tests)
     status, outcomes, tail = _run(args)
@@ -92,14 +93,17 @@ def _run(args: argparse.Namespace) -> tuple[int, dict[str, str], list[str]]:
     outcomes: dict[str, str] = {}
     rest: list[str] = []
     assert process.stdout is not None
-    for line in process.stdout:
-        name, outcome = _read(line)
-        if not name:
-            rest.append(line.rstrip())
-            continue
-        outcomes[name] = outcome
-        if outcome in ("FAILED", "ERROR"):
-            print(outcome, name, flush=True)
+    try:
+        for line in process.stdout:
+            name, outcome = _read(line)
+            if not name:
+                rest.append(line.rstrip())
+                continue
+            outcomes[name] = outcome
+            if outcome in ("FAILED", "ERROR"):
+                print(outcome, name, flush=True)
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGKILL)
     stop.cancel()
     return process.wait(), outcomes, rest[-args.tail :]
 

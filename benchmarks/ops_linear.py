@@ -9,8 +9,8 @@ Variants, forward and backward, alternating in one process:
     plain_packed   the same over the packed rows, replay included
     scan           harts over the packed rows
     scan_gathered  the same from compact rows to own rows, each of its inputs gathered
-    rows_in_and_out   the gather into the packed layout and back at the width of the model, as a layer
-                   does it once: all that a tree adds to a packed layer beside the scan
+    rows_in_and_out   the gather into the packed layout and back at the width of the model, once as
+                   in a layer: all that a tree adds to a packed layer beside the scan
     rounds         fla's chunk_kda round by round
     nodes          fla's chunk_kda once for each fork-free segment, from its parent's end state
     expanded       fla's chunk_kda over all trajectories, nothing shared

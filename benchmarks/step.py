@@ -390,7 +390,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--out", help="folder for the JSON")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "tree" not in args.sides:
+        parser.error("--sides: the tree is measured always; give tree, or tree expanded")
+    if args.variants and any(setting.startswith("selective") for setting in args.recompute):
+        parser.error("--variants: the baselines keep nothing; give --recompute full or none")
+    return args
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def _assert_same(
 
 
 @devices
-def test_node_by_node(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_by_node_is_the_scan(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     microbatch, view = _tree(device)
     heads, width = 2, 8 if device == CPU else 64
@@ -99,7 +99,9 @@ def _recurrence(
 
 
 @devices
-def test_kv_views(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_over_kv_views_is_tree_attention(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     _, view = _tree(device)
     heads, width = 4, 8 if device == CPU else 128

@@ -104,10 +104,10 @@ def test_layers_and_threads_do_not_meet(view: AttentionView, calls: Calls) -> No
     assert not layer_runs_again()
     got: list[torch.Tensor] = []
     backward = threading.Thread(target=lambda: got.extend(torch.autograd.grad(loss, (x, weight))))
-    backward.start()
     with harts.keep_attention()[0]:  # as if this thread were in another layer's first pass
         assert layer_runs_again()
+        backward.start()
         _layer(x, weight, view)
-    backward.join()
+        backward.join()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert len(calls) == 6

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,16 @@ def test_expert_biases_move_by_the_rate(tmp_path: Path, rollouts: Path) -> None:
     for bias in biases.values():
         moved = bias[bias != 0].abs()
         assert len(moved) and torch.equal(moved, torch.full_like(moved, 0.01))
+
+
+def test_selective_recomputation_warns_of_attention_that_it_cannot_keep(
+    tmp_path: Path, rollouts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = harts.Kernels(attention="reference")
+    monkeypatch.setattr("harts.train.trainer.attach", partial(harts.attach, kernels=kernels))
+    options = write_config(tmp_path, rollouts, "train.steps=1", "train.recompute=selective")
+    with pytest.warns(UserWarning, match="cannot keep attention 'reference' and recomputes it"):
+        train(options)
 
 
 def test_what_the_first_step_would_refuse_is_refused_before_anything_is_written(

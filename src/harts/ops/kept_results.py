@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+KEEPING = ("fa4", "views")
+"""Implementations of tree attention whose results are kept."""
+
 Tensors = tuple[torch.Tensor, ...]
 _active: ContextVar[_Pass | None] = ContextVar("kept_results", default=None)
 
@@ -30,8 +33,8 @@ def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManag
         )
 
     The `context_fn` of `torch.utils.checkpoint`: called once a layer and microbatch. Keeps, for
-    each attention layer, H (2 V + 4) bytes a row in bfloat16 (H query heads, V value width);
-    gradients have the same bits. "fa4" and "views" take part, "flex" and "reference" run again.
+    each attention layer, H (2 V + 4) bytes a row in bfloat16 (H query heads, V value width); no bit
+    of a deterministic step changes. The implementations in KEEPING take part, others run again.
     """
     kept: list[Tensors] = []
     return _First(kept), _Again(kept)
@@ -83,5 +86,6 @@ class _Again(_Pass):
         self._next = 0
 
     def result(self, compute: Callable[[], Tensors]) -> Tensors:
+        assert self._next < len(self.kept), "a recomputed layer attends more often than before"
         self._next += 1
         return tuple(x.detach() for x in self.kept[self._next - 1])

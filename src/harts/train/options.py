@@ -94,8 +94,8 @@ class TrainOptions:
     """steps: optimiser steps. learning_rate, betas, epsilon, weight_decay: AdamW's.
     warmup_steps: linear warm-up, then constant. max_grad_norm: clip of the global norm; inf
     leaves gradients alone. recompute: "full" recomputes each layer in backward, "none" keeps its
-    activations, "selective" recomputes all of a layer but its attention, in the first
-    recompute_layers layers (None: in all), and keeps the others.
+    activations, "selective" recomputes all of a layer but its attention ("fa4" and "views" can
+    keep it), in the first recompute_layers layers (None: in all), and keeps the others.
     device: "auto" is cuda where there is one. deterministic: torch's deterministic algorithms.
     seed: of the order of groups.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from harts.data.trajectory import TrajectoryBatch
 from harts.errors import CheckpointError, ConfigError, DataError
 from harts.models.load import load_model
 from harts.models.tree_model import TreeModel, attach
+from harts.ops.kept_results import KEEPING
 from harts.plan.over_capacity import within_capacity
 from harts.plan.planner import plan_step
 from harts.plan.step_plan import StepPlan
@@ -74,6 +76,13 @@ def _train(options: RunOptions, device: torch.device, resume: bool) -> dict[str,
     model = attach(hf_model.to(device).train())
     _check_objective(model, options)
     set_recomputation(hf_model, options.train)
+    attention = model.kernels.attention
+    if options.train.recompute == "selective" and attention not in KEEPING:
+        warnings.warn(
+            f"train.recompute='selective' cannot keep attention {attention!r} and recomputes it; "
+            f"it keeps {' and '.join(KEEPING)}",
+            stacklevel=2,
+        )
     optimizer = MixedPrecisionOptimizer(hf_model, partial(_adamw, options.train))
     first = 0
     if checkpoint is not None:

@@ -27,7 +27,8 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gather: RowGather) -> torch.Tensor:
         ctx.gather = gather
-        return kernels.copy_rows(x, gather.source)
+        with torch.cuda.device_of(x):
+            return kernels.copy_rows(x, gather.source)
 
     @staticmethod
     @once_differentiable
@@ -39,7 +40,8 @@ class _OwnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gather: RowGather) -> torch.Tensor:
         ctx.gather = gather
-        return kernels.copy_rows(x, gather.own)
+        with torch.cuda.device_of(x):
+            return kernels.copy_rows(x, gather.own)
 
     @staticmethod
     @once_differentiable

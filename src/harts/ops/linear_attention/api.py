@@ -74,7 +74,7 @@ def chunk_kda(
     scale = q.shape[2] ** -0.5 if scale is None else scale
     if gate is not None:
         gate.check(log_decay)
-        safe_gate = safe_gate or (gate.lower_bound is not None and gate.lower_bound >= -5)
+        safe_gate = safe_gate or gate.is_bounded
         if impl != "scan":
             log_decay, gate = log_decay_of(log_decay, gate), None
     if impl == "reference":

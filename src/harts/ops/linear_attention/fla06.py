@@ -102,7 +102,7 @@ for _function, _names in _KEYWORDS:
 def check_limits(
     impl: str, tensors: dict[str, torch.Tensor], view: LinearView, max_key_width: int
 ) -> None:
-    """Raise ConfigError in one line for what fla's KDA kernels cannot run.
+    """Raise ConfigError in one line for what fla's kernels cannot run.
 
     tensors: q, k, v, log_decay, beta, initial_states by name, shapes already checked.
     """

@@ -13,6 +13,9 @@ from torch.nn import functional as F
 
 from harts.errors import HartsError
 
+BOUND = -5.0
+"""The log decay that fla's and our kernels for bounded gates need a row at least."""
+
 
 @dataclass(frozen=True)
 class KdaGate:
@@ -21,6 +24,11 @@ class KdaGate:
     log_rate: torch.Tensor
     offset: torch.Tensor
     lower_bound: float | None = None
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether every decay is at least e^BOUND, which faster kernels rely on."""
+        return self.lower_bound is not None and self.lower_bound >= BOUND
 
     def check(self, raw: torch.Tensor) -> None:
         """Raise HartsError unless the gate fits raw (P, G, K)."""

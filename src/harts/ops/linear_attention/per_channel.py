@@ -1,6 +1,6 @@
 """The scan with a decay for each key channel (KDA): fla's kernels within chunks, own state scans.
 
-For bounded gates backward within chunks is one own kernel in place of two of fla.
+For bounded gates backward within chunks is one own kernel in place of two of fla, but in float16.
 
 Legend: P packed rows, S slots, X external slots, G value heads, K key width, V value width.
 """
@@ -102,6 +102,7 @@ class PerChannelScan(torch.autograd.Function):
                 k_to_end[0], w[0], u[0], gate[0], pool, view, fill_pool=False
             )
             del u
+        # its first result is for any gates alone: fla has no kernel for the second by itself
         d_Aqk, d_v_new = fla06.output_backward(
             q, k, v_new[None], d_output, Aqk, scale=scale, view=view
         )
@@ -118,7 +119,7 @@ class PerChannelScan(torch.autograd.Function):
         )
         del w, q_from_start, k_to_end, kept
         rows = (q, k, v, v_new[None], gate, beta, Akk, states[None], d_output)
-        if ctx.safe_gate:
+        if ctx.safe_gate and q.dtype != torch.float16:  # float16 has no room for the anchors
             del d_Aqk
             d_q, d_k, d_v, d_beta, d_gate = rows_backward(
                 *(x[0] for x in rows), d_end, d_v_new, view, scale=scale

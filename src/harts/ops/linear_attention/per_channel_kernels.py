@@ -9,8 +9,9 @@ X = beta 2^g k, a chunk computes w = T X, u = T (beta v), v_new = u - w S and
     output = scale ((2^g q) S + tril(q . E k) v_new),   S' = 2^g_end S + (2^(g_end - g) k)^T v_new.
 
 Products over pairs of rows split E_ij at an anchor: the first row of the later row's block of 16
-rows, 54 binary orders lower. A decay of at least 2^-7.3 a row (e^-5) keeps both factors within
-2^-54 and 2^54 inside a block; between blocks what underflows is below 2^-70.
+rows, 54 binary orders lower. A decay of at least e^-5 a row keeps both factors between 2^-55 and
+2^55 inside a block, which bfloat16 and float32 have room for and float16 has not; between blocks
+what underflows is below 2^-70.
 
 Legend: P packed rows, NC chunks, H key heads, G value heads, K key width, V value width, B rows of
 a chunk; g is the log2 decay summed within each chunk.
@@ -80,7 +81,9 @@ def per_channel_kernel(
 
     # Registers hold two (B, K) sums at most: what comes back later is loaded again.
     # u = T (beta v), w = T X, and the pairs of the output
-    b_T = tl.load(transform + rows[:, None] * B + o_t[None, :], mask=m_t[:, None], other=0.0)
+    inside = m_t[:, None] & m_t[None, :]
+    below = (o_t[:, None] > o_t[None, :]) & inside
+    b_T = tl.load(transform + rows[:, None] * B + o_t[None, :], mask=inside, other=0.0)
     b_T = tl.trans(b_T)
     to_w = tl.zeros([B, K], dtype=tl.float32)
     to_T = tl.zeros([B, B], dtype=tl.float32)
@@ -100,15 +103,16 @@ def per_channel_kernel(
         b_do = tl.load(d_output + at_v, mask=m_t[:, None], other=0.0)
         b_v_new = tl.load(v_new + at_v, mask=m_t[:, None], other=0.0)
         d_pairs = tl.dot(b_do, tl.trans(b_v_new), d_pairs)
-    seen = (o_t[:, None] >= o_t[None, :]) & m_t[:, None] & m_t[None, :]
-    pairs = tl.where(seen, d_pairs * scale, 0.0).to(b_T.dtype)
+    d_pairs *= scale
+    # a row's pair with itself has no decay: rounded in two ways it would leave one
+    own_pair = tl.sum(tl.where((o_t[:, None] == o_t[None, :]) & inside, d_pairs, 0.0), axis=1)
+    pairs = tl.where(below, d_pairs, 0.0).to(b_T.dtype)
     b_dw = (-to_w).to(b_T.dtype)
     b_k = tl.load(k + at_key, mask=m_t[:, None], other=0.0)
     g = tl.load(gate + at_k, mask=m_t[:, None], other=0.0)
     b_x = (b_k * tl.exp2(g) * b_beta[:, None]).to(b_k.dtype)
     to_T = tl.dot(b_dw, tl.trans(b_x), to_T)
     # d tril = -T^T dT T^T, of which only the entries below the diagonal count
-    below = (o_t[:, None] > o_t[None, :]) & m_t[:, None] & m_t[None, :]
     half_way = tl.dot(tl.where(below, to_T, 0.0).to(b_T.dtype), b_T).to(b_T.dtype)
     lower = tl.where(below, -tl.dot(b_T, half_way), 0.0).to(b_T.dtype)
 
@@ -151,7 +155,8 @@ def per_channel_kernel(
     to_k *= tl.where(m_t[:, None], tl.exp2(g_end[None, :] - g), 0.0)
     at_end = at_end * tl.exp2(g_end) + tl.sum(to_k * b_k, axis=0)
     lowered += to_k
-    tl.store(d_k + at_k, (raised + lowered).to(d_k.dtype.element_ty), mask=m_t[:, None])
+    b_dk = raised + lowered + own_pair[:, None] * b_q
+    tl.store(d_k + at_k, b_dk.to(d_k.dtype.element_ty), mask=m_t[:, None])
     b_dg = (raised - lowered) * b_k
     b_dg += tl.where((o_t == num_rows - 1)[:, None], at_end[None, :], 0.0)
 
@@ -168,7 +173,8 @@ def per_channel_kernel(
         earlier = _earlier(b_k, g, gate, num_rows, o_t, o_k, r, G, K)
         to_q = tl.dot(_rows_of_block(pairs, block, r), earlier, to_q)
     to_q *= tl.exp2(g - anchor)
-    tl.store(d_q + at_k, to_q.to(d_q.dtype.element_ty), mask=m_t[:, None])
+    b_dq = to_q + own_pair[:, None] * b_k
+    tl.store(d_q + at_k, b_dq.to(d_q.dtype.element_ty), mask=m_t[:, None])
     b_q = tl.load(q + at_key, mask=m_t[:, None], other=0.0)
     tl.store(d_gate + at_k, b_dg + to_q * b_q, mask=m_t[:, None])
 

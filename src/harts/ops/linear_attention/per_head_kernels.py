@@ -71,12 +71,12 @@ def per_head_kernel(
     g = tl.load(gate + rows, mask=m_t, other=0.0)
     g_end = tl.load(gate + (num_rows - 1) * G)
     decay = tl.exp2(g)
-    seen = (o_t[:, None] >= o_t[None, :]) & m_t[:, None] & m_t[None, :]
-    below = (o_t[:, None] > o_t[None, :]) & m_t[:, None] & m_t[None, :]
+    inside = m_t[:, None] & m_t[None, :]
+    below = (o_t[:, None] > o_t[None, :]) & inside
 
     # The values come in three passes: what one pass sums up would fill the registers otherwise.
     # First through u = T (beta v) and w = T X.
-    b_T = tl.load(transform + rows[:, None] * B + o_t[None, :], mask=m_t[:, None], other=0.0)
+    b_T = tl.load(transform + rows[:, None] * B + o_t[None, :], mask=inside, other=0.0)
     b_T = tl.trans(b_T)
     to_w = tl.zeros([B, K], dtype=tl.float32)
     to_T = tl.zeros([B, B], dtype=tl.float32)
@@ -125,6 +125,7 @@ def per_head_kernel(
         b_v_new = tl.load(v_new + at_v, mask=m_t[:, None], other=0.0)
         to_q = tl.dot(b_do, tl.trans(b_state), to_q)
         d_pairs = tl.dot(b_do, tl.trans(b_v_new), d_pairs)
+    seen = (o_t[:, None] >= o_t[None, :]) & inside
     d_pairs *= tl.where(seen, tl.exp2(tl.where(seen, g[:, None] - g[None, :], 0.0)) * scale, 0.0)
     pairs = d_pairs.to(b_k.dtype)
     to_q = tl.dot(pairs, b_k, to_q * (decay * scale)[:, None])

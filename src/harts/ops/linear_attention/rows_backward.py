@@ -39,9 +39,10 @@ def rows_backward(
     """Gradients of q and k for each value head (P, G, K) and of v (P, G, V) in their dtypes; of
     beta (P, G) and of the summed decay (P, G, D), which is a natural logarithm here, in float32.
 
-    gate: (P, G), or (P, G, K) with decays of at least e^-5 a row. T: the inverse that
-    `per_head_kernels` and `per_channel_kernels` define. states: at the start of every chunk. d_end:
-    of the state after it. d_v_new: complete.
+    gate: (P, G); or (P, G, K) with decays of at least e^-5 a row, not in float16. T: the inverse
+    that `per_head_kernels` and `per_channel_kernels` define. states: at the start of every chunk.
+    d_end: of the state after it. d_v_new: complete. In half precision d_q and d_k are rounded for
+    each value head, before the caller sums those of a key head, as fla does.
     """
     num_rows, num_heads, value_width = v_PGV.shape
     key_heads, key_width = q_PHK.shape[1:]

@@ -38,7 +38,7 @@ def chunk_kda_scan(
 
     bfloat16, float16 or float32; matrix products take operands of that dtype (float32: tf32) and
     accumulate in float32, states between chunks stay float32. Deterministic, forward and backward.
-    A gate of width 1 (Gated DeltaNet) has kernels of its own, several times faster.
+    A gate of width 1 (Gated DeltaNet) has kernels of its own.
     Kept for backward, per row and value head: the inputs, the gate (4 D bytes) and two rows of a
     chunk's products (2 B values; one with D = 1); and the pool of S states. With
     keep_intermediates also 3 K + V values a row (K + V with D = 1) and every chunk's start state,
