@@ -91,7 +91,9 @@ class TreeModel:
         self._check_vocabulary(microbatch)
         self._warn_if_moved()
         view = self.view(microbatch) if view is None else view
-        with _recorded(self.routers, self.family, view.multiplicity) as records:
+        recorded = _recorded(self.routers, self.family, view.multiplicity)
+        # kernels start on the current device, which need not be the model's
+        with torch.cuda.device_of(view.tokens), recorded as records:
             hidden = self._backbone(view)
         head = self._causal_lm.get_output_embeddings()
         if type(head) is not nn.Linear:
