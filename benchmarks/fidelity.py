@@ -60,7 +60,7 @@ from fidelity_views import (
     without_replay,
 )
 from gpu_environment import gpu_environment, limit_autotuning
-from results_file import environment, write_result
+from results_file import environment, settings, write_result
 from step_models import SHAPES, build_model
 
 ENTROPY = 3.0  # nats, of the scaled LM head
@@ -116,7 +116,7 @@ def main() -> None:
     record = {
         "bench": "fidelity",
         "case": f"{args.model} {args.rows} rows depth {args.depth}",
-        "config": vars(args) | {"kernels": str(model.kernels), "entropy_wanted": ENTROPY},
+        "config": settings(args) | {"kernels": str(model.kernels), "entropy_wanted": ENTROPY},
         "env": gpu_environment() if args.device == "cuda" else environment(),
         "metrics": metrics,
     }

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from baselines import baseline
 from gpu_environment import gpu_environment
 from gpu_timing import alternate
-from results_file import write_result
+from results_file import settings, write_result
 from step_data import prototype_batch
 
 AGENT_TREE = SyntheticOptions(
@@ -140,7 +140,7 @@ def _measure(
     return {
         "bench": "ops_attention",
         "case": f"{args.case}-rows{args.rows}-heads{args.heads}-{key_width}-{value_width}",
-        "config": vars(args)
+        "config": settings(args)
         | {"key_width": key_width, "value_width": value_width, "dtype": "bf16"},
         "env": gpu_environment(),
         "metrics": metrics,

@@ -46,6 +46,7 @@ from harts.views.tree import build_tree_view
 sys.path.insert(0, str(Path(__file__).parent))
 from baselines import node_by_node
 from gpu_environment import gpu_environment, limit_autotuning
+from results_file import settings
 
 DEVICE = torch.device("cuda")
 Inputs = list[torch.Tensor]
@@ -70,7 +71,7 @@ def main() -> None:
     record = {
         "bench": "ops_linear",
         "case": case,
-        "config": {k: v for k, v in vars(args).items() if k not in ("out", "sweep")},
+        "config": settings(args),
         "env": gpu_environment(),
         "metrics": _metrics(samples),
         "samples": samples,

@@ -33,7 +33,7 @@ from harts.views.logprobs import LogProbView
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
 from gpu_timing import alternate
-from results_file import write_result
+from results_file import settings, write_result
 
 DEVICE = torch.device("cuda")
 PRODUCTS = {
@@ -67,7 +67,7 @@ def main() -> None:
     record: dict[str, Any] = {
         "bench": "ops_log_probs",
         "case": f"rows{args.rows}-vocabulary{args.vocabulary}-width{args.width}-bf16",
-        "config": vars(args) | {"dtype": "bf16", "block_bytes": BLOCK_BYTES},
+        "config": settings(args) | {"dtype": "bf16", "block_bytes": BLOCK_BYTES},
         "env": gpu_environment(),
         "metrics": metrics | _metrics(samples, args),
         "samples": samples,

@@ -32,7 +32,7 @@ from harts.models.fused.moe import fused_moe
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
 from gpu_timing import alternate
-from results_file import write_result
+from results_file import settings, write_result
 
 Side = Callable[[], object]
 
@@ -69,7 +69,7 @@ def main() -> None:
         record = {
             "bench": "ops_moe",
             "case": f"rows{args.rows}-top{args.top_k}of{args.experts}-{args.width}x{args.inner}",
-            "config": vars(args) | {"dtype": "bf16"},
+            "config": settings(args) | {"dtype": "bf16"},
             "env": gpu_environment(),
             "metrics": metrics,
             "samples": samples,

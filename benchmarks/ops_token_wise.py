@@ -32,7 +32,7 @@ from harts.ops.rotary import assemble_keys_values, rotate_queries
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
-from results_file import write_result
+from results_file import settings, write_result
 
 EPS = 1e-6
 HEADS, PLAIN, ROTARY, VALUE = 16, 128, 64, 128
@@ -79,7 +79,7 @@ def main() -> None:
     record = {
         "bench": "ops_token_wise",
         "case": {"rows": args.rows, "dtype": "bfloat16"},
-        "config": {k: v for k, v in vars(args).items() if k != "hardware"},
+        "config": settings(args),
         "env": gpu_environment(),
         "metrics": metrics,
         "samples": samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -28,6 +29,11 @@ def environment() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "commit": _commit(),
     }
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments that a number depends on: all but where it goes."""
+    return {k: v for k, v in vars(args).items() if k not in ("out", "write", "hardware", "sweep")}
 
 
 def write_result(bench: str, hardware: str, records: list[dict[str, Any]]) -> Path:

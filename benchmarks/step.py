@@ -41,7 +41,7 @@ from harts.views.tree import TreeView
 sys.path.insert(0, str(Path(__file__).parent))
 from baselines import Baseline, baseline
 from gpu_environment import gpu_environment, limit_autotuning
-from results_file import write_result
+from results_file import settings, write_result
 from step_data import CAPACITY, prototype_batch
 from step_ideal import ideal_metrics, median_seconds
 from step_models import SHAPES, build_model
@@ -147,7 +147,7 @@ def _record(
     return {
         "bench": "step",
         "case": f"{args.model} {Path(case).name.split('.')[0]} recompute {recompute}",
-        "config": vars(args) | {"kernels": str(model.kernels)},
+        "config": settings(args) | {"kernels": str(model.kernels)},
         "env": gpu_environment(),
         "metrics": metrics,
         "samples": samples,
