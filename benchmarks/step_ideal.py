@@ -8,11 +8,11 @@ rest R by the rows. A and H are measured alone, on the expanded microbatches' ow
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from gpu_timing import alternate
 
 from harts.models.tree_model import TreeModel
 from harts.ops.attention import tree_attention
@@ -52,14 +52,7 @@ def ideal_metrics(
 
 def median_seconds(run: Callable[[], object], samples: int = 3) -> float:
     """After one call to warm up."""
-    seconds = []
-    for _ in range(samples + 1):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+    return statistics.median(alternate({"run": run}, samples)["run"]) / 1e3
 
 
 def _pairs(views: Views) -> int:

@@ -20,13 +20,20 @@ from harts.ops.gather import gather_rows
 from harts.ops.linear_attention import KdaGate, chunk_kda
 from harts.plan.microbatch import MicroBatch
 from harts.views.tree import TreeView, build_tree_view
+from tests.ops.linear_oracles import recurrence
+from tests.ops.test_attention_gpu import runs_fa4
+from tests.ops.test_linear_attention_gpu import missing
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from baselines import kv_views_attention, node_by_node
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-on_gpu = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-devices = pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=on_gpu)], ids=str)
+
+
+def devices(problem: str | None) -> pytest.MarkDecorator:
+    """The CPU, and a GPU unless there is a problem with its library."""
+    on_gpu = pytest.mark.gpu, pytest.mark.skipif(bool(problem), reason=problem or "runs")
+    return pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=on_gpu)], ids=str)
 
 
 def _tree(device: torch.device) -> tuple[MicroBatch, TreeView]:
@@ -52,7 +59,7 @@ def _assert_same(
         assert (a - b).norm() <= tolerance * b.norm()
 
 
-@devices
+@devices(missing())
 def test_node_by_node_is_the_scan(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     microbatch, view = _tree(device)
@@ -88,17 +95,13 @@ def _recurrence(
     lengths: list[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gated delta rule row by row, in place of fla's operator."""
-    assert safe_gate and lengths == [q.shape[1]]
-    state, outputs = initial_states[0].double(), []
-    for t in range(q.shape[1]):
-        state = state * log_decay[0, t].exp()[..., None]
-        change = v[0, t] - (state * k[0, t][..., None]).sum(dim=-2)
-        state = state + (beta[0, t][:, None] * k[0, t])[..., None] * change[..., None, :]
-        outputs.append(scale * (state * q[0, t][..., None]).sum(dim=-2))
-    return torch.stack(outputs)[None], state[None]
+    assert safe_gate and lengths == [q.shape[1]] and scale == q.shape[3] ** -0.5
+    rows = (x[0] for x in (q, k, v, log_decay, beta))
+    output, states = recurrence(*rows, initial_states[0].double())
+    return output[None], states[-1][None]
 
 
-@devices
+@devices(runs_fa4())
 def test_attention_over_kv_views_is_tree_attention(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,7 +142,10 @@ def test_what_the_first_step_would_refuse_is_refused_before_anything_is_written(
     ("override", "message"),
     [
         ("train.lerning_rate=1", "train.lerning_rate is unknown; did you mean learning_rate?"),
-        ("trian.steps=1", "override 'trian.steps=1': section 'trian' is unknown"),
+        (
+            "trian.steps=1",
+            "override 'trian.steps=1': section 'trian' is unknown; did you mean train?",
+        ),
         ("train.steps=1.5", "train.steps is 1.5; it must be a valid integer"),
         ("train.steps=true", "train.steps is True; it must be a valid integer"),
         ("train.recompute=half", "train.recompute is 'half'; it must be 'none', 'selective' or"),

@@ -9,7 +9,6 @@ Legend: P packed rows, D channels, W width of the kernel, T row tiles of a weigh
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class _FusedConv(torch.autograd.Function):
         x, weight = _unit_stride(x), weight.contiguous()
         ctx.save_for_backward(x, weight, bias)
         ctx.view, ctx.activation, ctx.unit_width = view, activation, unit_width
-        with _device_of(x):
+        with torch.cuda.device_of(x):
             return convolve_rows(x, weight, bias, view, activation, unit_width)
 
     @staticmethod
@@ -73,7 +72,7 @@ class _FusedConv(torch.autograd.Function):
     def backward(ctx: Any, d_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         view: ConvView = ctx.view
-        with _device_of(x):
+        with torch.cuda.device_of(x):
             d_sums, d_weight_TDW, d_bias_TD = sum_gradients(
                 x, weight, bias, _unit_stride(d_y), view, ctx.activation, ctx.unit_width
             )
@@ -83,11 +82,6 @@ class _FusedConv(torch.autograd.Function):
         if bias is not None and ctx.needs_input_grad[2]:
             d_bias = d_bias_TD.sum(0).to(bias.dtype)
         return d_x, d_weight, d_bias, None, None, None
-
-
-def _device_of(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Kernels run on the current device; Triton's interpreter takes tensors of the CPU."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def _unit_stride(x: torch.Tensor) -> torch.Tensor:

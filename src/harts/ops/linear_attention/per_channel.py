@@ -18,6 +18,7 @@ from harts.ops.linear_attention.layout import batched, over_group
 from harts.ops.linear_attention.rows_backward import rows_backward
 from harts.ops.linear_attention.scan_kernels import (
     external_state_gradients,
+    new_pool,
     scan_state_gradients,
     scan_states,
 )
@@ -65,10 +66,7 @@ class PerChannelScan(torch.autograd.Function):
             view=view,
         )
 
-        pool = initial_states.new_empty(
-            view.num_slots, *initial_states.shape[1:], dtype=torch.float32
-        )
-        pool[: view.num_external] = initial_states
+        pool = new_pool(initial_states, view)
         states, v_new = scan_states(k_to_end[0], w[0], u[0], gate[0], pool, view, fill_pool=True)
         output = fla06.output_forward(
             q, v_new[None], gate, Aqk, states[None], scale=scale, view=view

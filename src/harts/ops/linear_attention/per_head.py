@@ -20,6 +20,7 @@ from harts.ops.linear_attention.layout import batched, over_group
 from harts.ops.linear_attention.rows_backward import rows_backward
 from harts.ops.linear_attention.scan_kernels import (
     external_state_gradients,
+    new_pool,
     scan_state_gradients,
     scan_states,
 )
@@ -47,10 +48,7 @@ class PerHeadScan(torch.autograd.Function):
         gate = fla06.chunk_cumsum(log_decay, view, to_log2=True)
         w, u, T = fla06.per_head_intra(k, v, gate, beta, view=view)
 
-        pool = initial_states.new_empty(
-            view.num_slots, *initial_states.shape[1:], dtype=torch.float32
-        )
-        pool[: view.num_external] = initial_states
+        pool = new_pool(initial_states, view)
         states, v_new = scan_states(k[0], w[0], u[0], gate[0], pool, view, fill_pool=True)
         output = fla06.per_head_output(
             q, k, v_new[None], gate, states[None], scale=scale, view=view

@@ -8,8 +8,8 @@ The gate is the log2 decay summed within each chunk. With a decay for each key c
 queries and keys come decayed, one row a value head. With one decay a head, (P, G), they come as
 they are, (P, H, K), and what rows write is decayed instead.
 
-Legend: P packed rows, N chains, NC chunks, S slots, H key heads, G value heads, K key width,
-V value width, D width of the gate (K or none), B rows of a chunk.
+Legend: P packed rows, N chains, NC chunks, S slots, X external slots, H key heads, G value heads,
+K key width, V value width, D width of the gate (K or none), B rows of a chunk.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ REVERSE = ScanLaunch(block_v=32, num_warps=4, num_stages=1)
 REVERSE_PER_HEAD = ScanLaunch(block_v=32, num_warps=4, num_stages=2)
 SINGLE_PRECISION = ScanLaunch(block_v=32, num_warps=4, num_stages=1)
 """float32 rows take twice the shared memory: no pipelining."""
+
+
+def new_pool(initial_states_XGKV: torch.Tensor, view: LinearView) -> torch.Tensor:
+    """(S, G, K, V) in float32, of which the external slots are filled."""
+    state_shape = initial_states_XGKV.shape[1:]
+    pool = initial_states_XGKV.new_empty(view.num_slots, *state_shape, dtype=torch.float32)
+    pool[: view.num_external] = initial_states_XGKV
+    return pool
 
 
 def scan_states(
