@@ -86,14 +86,23 @@ def _inputs(scan: Any, group: int, strength: float) -> list[torch.Tensor]:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("group", "keep_intermediates", "strength"),
-    [(1, True, 1.0), (2, False, 4.99), (1, False, 0.01)],
-    ids=["kept", "grouped-strong", "weak"],
+    ("group", "keep_intermediates", "strength", "parts"),
+    [(1, True, 1.0, 1), (2, False, 4.99, 2), (1, False, 0.01, 4)],
+    ids=["kept", "grouped-strong-in-two-parts", "weak-in-four"],
 )
 def test_a_scan_is_the_reference(
-    scan: Any, group: int, keep_intermediates: bool, strength: float
+    scan: Any,
+    group: int,
+    keep_intermediates: bool,
+    strength: float,
+    parts: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two roots start from outside, and the state after every chain is asked for."""
+    """Two roots start from outside, and the state after every chain is asked for.
+
+    parts: programs of backward that share the key channels of a head.
+    """
+    monkeypatch.setattr("harts.ops.linear_attention.rows_backward._BLOCK_K", KEY_WIDTH // parts)
     roots = [row for row, above in enumerate(TREE) if above < 0]
     requested = tuple(chain[-1] for chain in chains_of(TREE))
     view = linear_view(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import torch
 
-from harts.ops.linear_attention.per_channel_kernels import per_channel_kernel
-from harts.ops.linear_attention.per_head_kernels import per_head_kernel
+from harts.ops.linear_attention.rows_backward_kernel import rows_backward_kernel
 from harts.views.linear import LinearView
 
-_WARPS, _BLOCK_V = 8, 64
-"""The fastest of a sweep on H200: 16 and 32 heads of 128, 66,156 rows, bfloat16."""
-_BLOCK_V_OF_FLOAT32 = 16
+_BLOCK_K, _BLOCK_V, _BLOCK_V_OF_FLOAT32 = 64, 64, 16
+_WARPS_PER_HEAD, _WARPS_PER_CHANNEL = 4, 8
+"""The fastest of a sweep on H200 (16 and 32 heads of 128, 66,156 rows, bfloat16), and right: Triton
+3.6 gives wrong results on Hopper for 32 key channels of 128 with 4 warps, and reads outside shared
+memory for float32 with one decay a head and 8."""
 _STAGES = 1
 """No pipelining: on Hopper Triton 3.6 keeps one buffer too few for a tile that an asynchronous
 matrix product and registers both read (d_end here), and the next copy overwrites it early."""
@@ -40,19 +41,21 @@ def rows_backward(
     beta (P, G) and of the summed decay (P, G, D), which is a natural logarithm here, in float32.
 
     gate: (P, G); or (P, G, K) with decays of at least e^-5 a row, not in float16. T: the inverse
-    that `per_head_kernels` and `per_channel_kernels` define. states: at the start of every chunk.
+    that `rows_backward_kernel` defines. states: at the start of every chunk.
     d_end: of the state after it. d_v_new: complete. In half precision d_q and d_k are rounded for
     each value head, before the caller sums those of a key head, as fla does.
     """
     num_rows, num_heads, value_width = v_PGV.shape
     key_heads, key_width = q_PHK.shape[1:]
+    block_k = min(_BLOCK_K, key_width)
+    block_v = _BLOCK_V if q_PHK.dtype.itemsize == 2 else _BLOCK_V_OF_FLOAT32
+    parts = key_width // block_k
+    per_head = gate_PGD.ndim == 2
     d_q = q_PHK.new_empty(num_rows, num_heads, key_width)
     d_k, d_v = torch.empty_like(d_q), torch.empty_like(v_PGV)
-    d_gate = torch.empty_like(gate_PGD)
-    d_beta = gate_PGD.new_empty(num_rows, num_heads)
-    block = _BLOCK_V if q_PHK.dtype.itemsize == 2 else _BLOCK_V_OF_FLOAT32
-    kernel = per_head_kernel if gate_PGD.ndim == 2 else per_channel_kernel
-    kernel[(len(view.chunk_indices), num_heads)](
+    d_beta = gate_PGD.new_empty(num_rows, num_heads, parts)
+    d_gate = torch.empty_like(d_beta if per_head else gate_PGD)
+    rows_backward_kernel[(len(view.chunk_indices) * parts, num_heads)](
         q_PHK,
         k_PHK,
         v_PGV,
@@ -72,13 +75,15 @@ def rows_backward(
         view.cu_seqlens,
         view.chunk_indices,
         scale,
+        PER_HEAD=per_head,
         H=key_heads,
         G=num_heads,
         K=key_width,
         V=value_width,
         B=view.chunk_size,
-        BV=min(block, value_width & -value_width),
-        num_warps=_WARPS,
+        BK=block_k,
+        BV=min(block_v, value_width & -value_width),
+        num_warps=_WARPS_PER_HEAD if per_head else _WARPS_PER_CHANNEL,
         num_stages=_STAGES,
     )
-    return d_q, d_k, d_v, d_beta, d_gate
+    return d_q, d_k, d_v, d_beta.sum(2), d_gate.sum(2) if per_head else d_gate
