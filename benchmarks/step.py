@@ -82,17 +82,15 @@ def main() -> None:
         sides = _sides(model, batch, args)
         for recompute in args.recompute:
             _set_recomputation(model, recompute)
+            records.append(_record(model, case, recompute, args))
+            keep = partial(_keep, records, args)
             try:
-                metrics, seconds = _measured(model, sides, recompute, samples, args)
+                _measure(model, sides, recompute, samples, args, keep)
             except torch.OutOfMemoryError as error:
                 print(f"recompute {recompute}: {str(error).splitlines()[0][:120]}", flush=True)
-                metrics, seconds = {"out_of_memory": 1.0}, {}
+                keep({"out_of_memory": 1.0})
                 model.model.zero_grad(set_to_none=True)
                 torch.cuda.empty_cache()
-            records.append(_record(model, case, recompute, metrics, seconds, args))
-            if args.out:  # after each, since a run may be cut short
-                path = Path(args.out) / f"step-{args.model}.json"
-                path.write_text(json.dumps(records, indent=1) + "\n")
     if args.write:
         print(write_result("step", "h200", records))
 
@@ -104,14 +102,15 @@ def _sides(
     return {name: _side(model, batches[name], args.capacity) for name in args.sides}
 
 
-def _measured(
+def _measure(
     model: TreeModel,
     sides: dict[str, Side],
     recompute: str,
     samples: int,
     args: argparse.Namespace,
-) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Metrics, and the seconds of every sample; the variants and the profile on demand."""
+    keep: Callable[..., dict[str, float]],
+) -> None:
+    """Samples of both sides; then variants, ideal and profile on demand. Keeps each as it comes."""
     tree, expanded = sides["tree"], sides.get("expanded")
     weights = _weights(tree)
     log_probs: dict[str, torch.Tensor] = {}
@@ -123,35 +122,48 @@ def _measured(
         gradients[name] = _some_gradients(model)
         print(f"{name}: first step {time.perf_counter() - started:.1f} s", flush=True)
     seconds, peak = _samples(model, sides, weights, samples)
-    metrics = _tree_metrics(tree, seconds["tree"], peak["tree"])
-    for variant in args.variants:
-        metrics |= _variant(model, tree, weights, variant)
+    metrics = keep(_tree_metrics(tree, seconds["tree"], peak["tree"]), seconds)
     if expanded is not None:
-        metrics |= _expanded_metrics(expanded, seconds["expanded"], peak["expanded"])
-        metrics |= _agreement(tree, log_probs, gradients)
-        metrics |= _speedups(model, tree, expanded, metrics, recompute)
-    _print(metrics)
+        keep(_expanded_metrics(expanded, seconds["expanded"], peak["expanded"]))
+        keep(_agreement(tree, log_probs, gradients))
+        keep(_speedups(tree, metrics))
+        ideal = _ideal(model, tree, expanded, metrics, recompute)
+        keep(ideal | {"conversion": metrics["speedup"] / ideal["ideal"]})
+    for variant in args.variants:
+        keep(_variant(model, tree, weights, variant))
     if args.profile:
         _profile(partial(_step, model, tree, weights))
-    return metrics, seconds
 
 
 def _record(
-    model: TreeModel,
-    case: str,
-    recompute: str,
-    metrics: dict[str, float],
-    samples: dict[str, list[float]],
-    args: argparse.Namespace,
+    model: TreeModel, case: str, recompute: str, args: argparse.Namespace
 ) -> dict[str, Any]:
     return {
         "bench": "step",
         "case": f"{args.model} {Path(case).name.split('.')[0]} recompute {recompute}",
         "config": settings(args) | {"kernels": str(model.kernels)},
         "env": gpu_environment(),
-        "metrics": metrics,
-        "samples": samples,
+        "metrics": {},
+        "samples": {},
     }
+
+
+def _keep(
+    records: list[dict[str, Any]],
+    args: argparse.Namespace,
+    metrics: dict[str, float],
+    samples: dict[str, list[float]] | None = None,
+) -> dict[str, float]:
+    """Add to the last record, print and write it, since a run may be cut short; all its metrics."""
+    kept: dict[str, float] = records[-1]["metrics"]
+    kept |= metrics
+    records[-1]["samples"] |= samples or {}
+    for name, value in metrics.items():
+        print(f"{name:32} {value:,.5g}", flush=True)
+    if args.out:
+        path = Path(args.out) / f"step-{args.model}.json"
+        path.write_text(json.dumps(records, indent=1) + "\n")
+    return kept
 
 
 def _attached(args: argparse.Namespace) -> TreeModel:
@@ -266,24 +278,23 @@ def _expanded_metrics(expanded: Side, seconds: list[float], peak: float) -> dict
     }
 
 
-def _speedups(
+def _speedups(tree: Side, metrics: dict[str, float]) -> dict[str, float]:
+    seconds, total = metrics["tree_seconds"], metrics["expanded_seconds"]
+    planning = tree.plan.plan_seconds + tree.view_seconds
+    return {"speedup": total / seconds, "core_speedup": total / (seconds + planning)}
+
+
+def _ideal(
     model: TreeModel, tree: Side, expanded: Side, metrics: dict[str, float], recompute: str
 ) -> dict[str, float]:
-    seconds, total = metrics["tree_seconds"], metrics["expanded_seconds"]
-    ideal = ideal_metrics(
+    return ideal_metrics(
         model,
         tree.views,
         expanded.views,
-        expanded_seconds=total,
+        expanded_seconds=metrics["expanded_seconds"],
         row_ratio=metrics["compression"],
         attention_forwards=2 if recompute == "full" else 1,
     )
-    planning = tree.plan.plan_seconds + tree.view_seconds
-    return ideal | {
-        "speedup": total / seconds,
-        "conversion": total / seconds / ideal["ideal"],
-        "core_speedup": total / (seconds + planning),
-    }
 
 
 def _agreement(
@@ -322,9 +333,7 @@ def _variant(model: TreeModel, side: Side, weights: torch.Tensor, name: str) -> 
                 seconds = median_seconds(run, samples=2)
     finally:
         model.kernels = kernels
-    metrics[f"{name}_tree_seconds"] = seconds
-    print(metrics, flush=True)
-    return metrics
+    return metrics | {f"{name}_tree_seconds": seconds}
 
 
 def _repeats_its_bits(model: TreeModel, run: Callable[[], torch.Tensor]) -> bool:
@@ -334,11 +343,6 @@ def _repeats_its_bits(model: TreeModel, run: Callable[[], torch.Tensor]) -> bool
     same = torch.equal(run(), log_probs)
     parameters = dict(model.model.named_parameters())
     return same and all(torch.equal(parameters[n].grad.cpu(), g) for n, g in first.items())
-
-
-def _print(metrics: dict[str, float]) -> None:
-    for name, value in metrics.items():
-        print(f"{name:32} {value:,.5g}", flush=True)
 
 
 def _profile(run: Callable[[], object], rows: int = 60) -> None:
