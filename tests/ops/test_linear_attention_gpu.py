@@ -104,16 +104,19 @@ def inputs_of(
     dtype: torch.dtype,
     group: int = 1,
     scalar_gate: bool = False,
-    width: int = 128,
+    widths: tuple[int, int] = (128, 128),
     **more: Any,
 ) -> list[torch.Tensor]:
-    """Compact rows on the device; the gate stays float32 as models have it."""
+    """Compact rows on the device; the gate stays float32 as models have it.
+
+    widths: of a head's keys and values.
+    """
     drawn = drawn_inputs(
         len(parents),
         group=group,
         scalar_gate=scalar_gate,
-        key_width=width,
-        value_width=width,
+        key_width=widths[0],
+        value_width=widths[1],
         dtype=dtype,
         **more,
     )
@@ -326,13 +329,17 @@ def test_a_bounded_gate_errs_at_most_twice_as_much_as_fla_with_the_same_promise(
 
 
 @each(*on_gpu)
-@pytest.mark.parametrize("width", [16, 32, 64, 128])
+@pytest.mark.parametrize(
+    "widths", [(16, 16), (32, 32), (64, 64), (128, 128), (32, 128), (64, 48), (128, 256)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scalar_gate", [False, True], ids=["bounded", "per_head"])
-def test_heads_of_every_width_are_right(width: int, dtype: torch.dtype, scalar_gate: bool) -> None:
+def test_heads_of_every_width_are_right(
+    widths: tuple[int, int], dtype: torch.dtype, scalar_gate: bool
+) -> None:
     """Own kernels alone; Triton miscompiles backward for some widths with some numbers of warps."""
     view = on_cuda(linear_view(TREE, 64).view)
-    inputs = inputs_of(TREE, dtype, 2, scalar_gate, width=width, strength=3)
+    inputs = inputs_of(TREE, dtype, 2, scalar_gate, widths=widths, strength=3)
     actual = all_results(inputs, view, None, impl="scan", safe_gate=True)
     exact = exact_results(inputs, view, None)
     for name, a, e in zip(NAMES, actual, exact, strict=True):
