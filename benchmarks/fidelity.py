@@ -23,7 +23,6 @@ Legend: C compact rows of the tree, S tokens, n sampled rows, D hidden width, W 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -60,7 +59,7 @@ from fidelity_views import (
     without_replay,
 )
 from gpu_environment import gpu_environment, limit_autotuning
-from results_file import environment, settings, write_result
+from results_file import environment, gpu_name, settings, write_records, write_result
 from step_models import SHAPES, build_model
 
 ENTROPY = 3.0  # nats, of the scaled LM head
@@ -123,9 +122,9 @@ def main() -> None:
     print(markdown(record), flush=True)
     if args.out:
         path = Path(args.out) / f"fidelity-{args.model.replace(':', '-')}.json"
-        path.write_text(json.dumps([record], indent=1) + "\n")
+        write_records(path, [record])
     if args.write:
-        hardware = "h200" if args.device == "cuda" else "cpu"
+        hardware = gpu_name() if args.device == "cuda" else "cpu"
         print(write_result("fidelity", hardware, [record]))
 
 

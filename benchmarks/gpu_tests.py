@@ -6,7 +6,8 @@
 Needs pytest beside torch, triton, transformers, fla-core and flash-attn-4; runs in parallel where
 pytest-xdist is installed. Most of the time is compilation, so do not run anything beside it. Prints
 each failure as it happens. A run that is stopped, or that --limit stops, keeps what it has: the
-tests without an outcome are listed as unfinished. Exits with pytest's status.
+tests without an outcome are listed as unfinished, files that cannot be imported among the failures.
+Exits with pytest's status.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
-from results_file import write_result
+from results_file import gpu_name, write_records, write_result
 
 MARKED = "gpu or triton"
 SLOW_SECONDS = 200
 """A test that runs longer says where it is."""
 _OUTCOME = re.compile(r"(PASSED|FAILED|SKIPPED|ERROR)\s+(?:\[[^]]*\]\s+)?(tests/\S.*?::.*?)\s*$")
 _OUTCOME_BEHIND = re.compile(r"^(tests/\S+::.*?) (PASSED|FAILED|SKIPPED|ERROR)\b")
+_NOT_IMPORTED = re.compile(r"^(ERROR) (tests/\S+?\.py)(?: - |$)")
 
 
 def main() -> None:
@@ -41,41 +43,46 @@ def main() -> None:
     args = _arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as an interrupt: keep what there is
     started = time.perf_counter()
-    names = _collected(args.tests)
-    status, outcomes, tail = _run(args)
+    outcomes: dict[str, str] = {}
+    names, status, tail = [], 1, ["stopped while the tests were collected"]
+    try:
+        names = _collected(args.tests, args.limit)
+        status, tail = _run(args, outcomes)
+    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+        pass
     seconds = round(time.perf_counter() - started, 1)
     record = {
         "bench": "gpu_tests",
         "case": f"pytest -m '{MARKED}'",
         "config": {"tests": args.tests, "workers": args.workers, "limit": args.limit},
         "env": gpu_environment(),
-        "metrics": _metrics(names, outcomes) | {"seconds": seconds},
+        "metrics": metrics_of(names, outcomes) | {"status": status, "seconds": seconds},
         "samples": {},
     }
     print("\n".join(tail))
     print(json.dumps(record["metrics"], indent=1))
     if args.out:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
-        (Path(args.out) / "gpu_tests.json").write_text(json.dumps([record], indent=1) + "\n")
+        write_records(Path(args.out) / "gpu_tests.json", [record])
     if args.write:
-        print(write_result("gpu_tests", "h200", [record]))
+        print(write_result("gpu_tests", gpu_name(), [record]))
     sys.exit(status)
 
 
-def _collected(tests: list[str]) -> list[str]:
-    """Names of all tests that should run."""
+def _collected(tests: list[str], limit: float) -> list[str]:
+    """Names of all tests that should run; those of files that can be imported."""
     command = [sys.executable, "-m", "pytest", "-m", MARKED, "--collect-only", "-q", *tests]
     listing = subprocess.run(
         [*command, "-o", "addopts=--import-mode=importlib"],
         capture_output=True,
         text=True,
         check=False,
+        timeout=limit,
     )
     return [line for line in listing.stdout.splitlines() if "::" in line]
 
 
-def _run(args: argparse.Namespace) -> tuple[int, dict[str, str], list[str]]:
-    """pytest's status, the outcome of each test that had one, and the end of its output."""
+def _run(args: argparse.Namespace, outcomes: dict[str, str]) -> tuple[int, list[str]]:
+    """pytest's status and the end of its output; fills in the outcome of each test that had one."""
     command = [sys.executable, "-m", "pytest", "-m", MARKED, "-vv", "--color=no", "--tb=short"]
     command += ["--durations=20", "-o", f"faulthandler_timeout={SLOW_SECONDS}"]
     if importlib.util.find_spec("xdist"):
@@ -90,12 +97,11 @@ def _run(args: argparse.Namespace) -> tuple[int, dict[str, str], list[str]]:
     )
     stop = threading.Timer(args.limit, os.killpg, (process.pid, signal.SIGKILL))
     stop.start()
-    outcomes: dict[str, str] = {}
     rest: list[str] = []
     assert process.stdout is not None
     try:
         for line in process.stdout:
-            name, outcome = _read(line)
+            name, outcome = read_outcome(line)
             if not name:
                 rest.append(line.rstrip())
                 continue
@@ -105,11 +111,17 @@ def _run(args: argparse.Namespace) -> tuple[int, dict[str, str], list[str]]:
     except KeyboardInterrupt:
         os.killpg(process.pid, signal.SIGKILL)
     stop.cancel()
-    return process.wait(), outcomes, rest[-args.tail :]
+    return process.wait(), rest[-args.tail :]
 
 
-def _read(line: str) -> tuple[str, str]:
-    """Test and outcome of one line of pytest -v, with and without xdist; empty for others."""
+def read_outcome(line: str) -> tuple[str, str]:
+    """Test and outcome of one line of pytest -v, with and without xdist; empty for others.
+
+    A file that cannot be imported is an error under the file's name.
+    """
+    not_imported = _NOT_IMPORTED.match(line)
+    if not_imported:
+        return not_imported[2], not_imported[1]
     behind = _OUTCOME_BEHIND.match(line)
     if behind:
         return behind[1], behind[2]
@@ -117,7 +129,8 @@ def _read(line: str) -> tuple[str, str]:
     return (before[2], before[1]) if before else ("", "")
 
 
-def _metrics(names: list[str], outcomes: dict[str, str]) -> dict[str, Any]:
+def metrics_of(names: list[str], outcomes: dict[str, str]) -> dict[str, Any]:
+    """Counts, passed tests by file, and the names of those that failed or had no outcome."""
     counts = Counter(outcomes.values())
     by_file = Counter(n.split("::")[0] for n, o in outcomes.items() if o == "PASSED")
     return {

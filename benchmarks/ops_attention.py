@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from baselines import baseline
 from gpu_environment import gpu_environment
 from gpu_timing import alternate
-from results_file import settings, write_result
+from results_file import gpu_name, settings, write_result
 from step_data import prototype_batch
 
 AGENT_TREE = SyntheticOptions(
@@ -71,8 +71,7 @@ def main() -> None:
         for name, value in record["metrics"].items():
             print(f"  {name:34} {value:.5g}")
     if args.write:
-        hardware = torch.cuda.get_device_name().split()[-1].lower()
-        print(write_result("ops_attention", hardware, records))
+        print(write_result("ops_attention", gpu_name(), records))
 
 
 def view_of(case: str, num_rows: int, seed: int) -> AttentionView:

@@ -46,7 +46,7 @@ from harts.views.tree import build_tree_view
 sys.path.insert(0, str(Path(__file__).parent))
 from baselines import node_by_node
 from gpu_environment import gpu_environment, limit_autotuning
-from results_file import settings
+from results_file import settings, write_records
 
 DEVICE = torch.device("cuda")
 Inputs = list[torch.Tensor]
@@ -88,7 +88,7 @@ def _write(folder: str | None, record: dict[str, Any]) -> None:
     if folder is not None:
         name = "ops_linear-per-head" if record["config"]["per_head"] else "ops_linear"
         path = Path(folder) / f"{name}.json"
-        path.write_text(json.dumps([record], indent=1) + "\n")
+        write_records(path, [record])
 
 
 def _agent_view(

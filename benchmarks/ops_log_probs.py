@@ -33,7 +33,7 @@ from harts.views.logprobs import LogProbView
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
 from gpu_timing import alternate
-from results_file import settings, write_result
+from results_file import gpu_name, settings, write_result
 
 DEVICE = torch.device("cuda")
 PRODUCTS = {
@@ -79,8 +79,7 @@ def main() -> None:
     for name, value in record.get("sweep", {}).items():
         print(f"  {name:40} {value:.5g}")
     if args.write:
-        hardware = torch.cuda.get_device_name().split()[-1].lower()
-        print(write_result("ops_log_probs", hardware, [record]))
+        print(write_result("ops_log_probs", gpu_name(), [record]))
 
 
 def _view(args: argparse.Namespace) -> LogProbView:

@@ -32,7 +32,7 @@ from harts.models.fused.moe import fused_moe
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
 from gpu_timing import alternate
-from results_file import settings, write_result
+from results_file import gpu_name, settings, write_result
 
 Side = Callable[[], object]
 
@@ -74,8 +74,7 @@ def main() -> None:
             "metrics": metrics,
             "samples": samples,
         }
-        hardware = torch.cuda.get_device_name().split()[-1].lower()
-        print(write_result("ops_moe", hardware, [record]))
+        print(write_result("ops_moe", gpu_name(), [record]))
 
 
 def _block(args: argparse.Namespace) -> nn.Module:

@@ -36,10 +36,20 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     return {k: v for k, v in vars(args).items() if k not in ("out", "write", "hardware", "sweep")}
 
 
+def gpu_name() -> str:
+    """The GPU's model as results are named: "h200"."""
+    return torch.cuda.get_device_name().split()[-1].lower()
+
+
 def write_result(bench: str, hardware: str, records: list[dict[str, Any]]) -> Path:
-    """Write records beside and rename; returns the file."""
-    RESULTS.mkdir(exist_ok=True)
+    """Write benchmarks/results/<bench>-<hardware>-<date>-<commit>.json; returns the file."""
     path = RESULTS / f"{bench}-{hardware}-{date.today():%Y%m%d}-{_commit()}.json"
+    return write_records(path, records)
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> Path:
+    """Write beside and rename, and make the folder: a run that is stopped leaves a whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".partial")
     beside.write_text(json.dumps(records, indent=1) + "\n")
     os.replace(beside, path)

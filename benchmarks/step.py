@@ -9,7 +9,7 @@ Both sides run the same model with the same kernels on microbatches of the same 
 expanded side gives every trajectory an identity of its own, so nothing is shared. A step is
 forward, backward and the gradients of all parameters, every layer recomputed in backward unless
 --recompute says otherwise ("selective:12" recomputes the first 12). Samples alternate in one
-process. A setting that does not fit the memory is recorded as that.
+process. What does not fit the memory is recorded as that.
 
 Conversion is the measured speed-up over the ideal one, which `step_ideal.py` defines.
 """
@@ -17,7 +17,6 @@ Conversion is the measured speed-up over the ideal one, which `step_ideal.py` de
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -41,9 +40,9 @@ from harts.views.tree import TreeView
 sys.path.insert(0, str(Path(__file__).parent))
 from baselines import Baseline, baseline
 from gpu_environment import gpu_environment, limit_autotuning
-from results_file import settings, write_result
+from results_file import gpu_name, settings, write_records, write_result
 from step_data import CAPACITY, prototype_batch
-from step_ideal import ideal_metrics, median_seconds
+from step_ideal import ideal_metrics, seconds_of
 from step_models import SHAPES, build_model
 
 KERNEL_VARIANTS: dict[str, dict[str, Any]] = {
@@ -51,6 +50,8 @@ KERNEL_VARIANTS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
 }
 VARIANTS = (*KERNEL_VARIANTS, *get_args(Baseline))
+Keep = Callable[..., dict[str, float]]
+"""Adds metrics, and samples by name, to the record and writes it; returns all metrics so far."""
 
 
 @dataclass
@@ -69,8 +70,6 @@ class Side:
 def main() -> None:
     """Measure and print; write the JSON with --write or --out."""
     args = _arguments()
-    if args.out:
-        Path(args.out).mkdir(parents=True, exist_ok=True)
     limit_autotuning(args.configs)
     model = _attached(args)
     num_parameters = sum(p.numel() for p in model.model.parameters())
@@ -83,16 +82,9 @@ def main() -> None:
         for recompute in args.recompute:
             _set_recomputation(model, recompute)
             records.append(_record(model, case, recompute, args))
-            keep = partial(_keep, records, args)
-            try:
-                _measure(model, sides, recompute, samples, args, keep)
-            except torch.OutOfMemoryError as error:
-                print(f"recompute {recompute}: {str(error).splitlines()[0][:120]}", flush=True)
-                keep({"out_of_memory": 1.0})
-                model.model.zero_grad(set_to_none=True)
-                torch.cuda.empty_cache()
+            _measure(model, sides, recompute, samples, args, partial(_keep, records, args))
     if args.write:
-        print(write_result("step", "h200", records))
+        print(write_result("step", gpu_name(), records))
 
 
 def _sides(
@@ -108,11 +100,47 @@ def _measure(
     recompute: str,
     samples: int,
     args: argparse.Namespace,
-    keep: Callable[..., dict[str, float]],
+    keep: Keep,
 ) -> None:
-    """Samples of both sides; then variants, ideal and profile on demand. Keeps each as it comes."""
-    tree, expanded = sides["tree"], sides.get("expanded")
-    weights = _weights(tree)
+    """Both sides, or the tree alone where they do not fit; then ideal, variants and profile."""
+    tree, weights = sides["tree"], _weights(sides["tree"])
+    attempt = partial(_attempt, model, keep)
+    both = "expanded" in sides and attempt(
+        "both", partial(_compare, model, sides, weights, samples, keep)
+    )
+    if both:
+        attempt("ideal", partial(_keep_ideal, model, sides, recompute, keep))
+    elif not attempt("tree", partial(_compare, model, {"tree": tree}, weights, samples, keep)):
+        return
+    for variant in args.variants:
+        attempt(variant, partial(_keep_variant, model, tree, weights, variant, samples, keep))
+    if args.profile:
+        _profile(partial(_step, model, tree, weights))
+
+
+def _attempt(model: TreeModel, keep: Keep, stage: str, run: Callable[[], None]) -> bool:
+    """Whether it fits the memory; kept where not."""
+    try:
+        run()
+        return True
+    except torch.OutOfMemoryError as error:
+        message = str(error).splitlines()[0][:120]
+    # only now are the frames gone that hold the step's tensors
+    print(f"{stage}: {message}", flush=True)
+    keep({f"{stage}_out_of_memory": 1.0})
+    model.model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    return False
+
+
+def _compare(
+    model: TreeModel,
+    sides: dict[str, Side],
+    weights: torch.Tensor,
+    samples: int,
+    keep: Keep,
+) -> None:
+    """A first step of each side, whose results are compared; then samples in turn."""
     log_probs: dict[str, torch.Tensor] = {}
     gradients: dict[str, dict[str, torch.Tensor]] = {}
     for name, side in sides.items():
@@ -122,17 +150,12 @@ def _measure(
         gradients[name] = _some_gradients(model)
         print(f"{name}: first step {time.perf_counter() - started:.1f} s", flush=True)
     seconds, peak = _samples(model, sides, weights, samples)
+    tree, expanded = sides["tree"], sides.get("expanded")
     metrics = keep(_tree_metrics(tree, seconds["tree"], peak["tree"]), seconds)
     if expanded is not None:
         keep(_expanded_metrics(expanded, seconds["expanded"], peak["expanded"]))
         keep(_agreement(tree, log_probs, gradients))
         keep(_speedups(tree, metrics))
-        ideal = _ideal(model, tree, expanded, metrics, recompute)
-        keep(ideal | {"conversion": metrics["speedup"] / ideal["ideal"]})
-    for variant in args.variants:
-        keep(_variant(model, tree, weights, variant))
-    if args.profile:
-        _profile(partial(_step, model, tree, weights))
 
 
 def _record(
@@ -161,8 +184,7 @@ def _keep(
     for name, value in metrics.items():
         print(f"{name:32} {value:,.5g}", flush=True)
     if args.out:
-        path = Path(args.out) / f"step-{args.model}.json"
-        path.write_text(json.dumps(records, indent=1) + "\n")
+        write_records(Path(args.out) / f"step-{args.model}.json", records)
     return kept
 
 
@@ -284,17 +306,17 @@ def _speedups(tree: Side, metrics: dict[str, float]) -> dict[str, float]:
     return {"speedup": total / seconds, "core_speedup": total / (seconds + planning)}
 
 
-def _ideal(
-    model: TreeModel, tree: Side, expanded: Side, metrics: dict[str, float], recompute: str
-) -> dict[str, float]:
-    return ideal_metrics(
+def _keep_ideal(model: TreeModel, sides: dict[str, Side], recompute: str, keep: Keep) -> None:
+    metrics = keep({})
+    ideal = ideal_metrics(
         model,
-        tree.views,
-        expanded.views,
+        sides["tree"].views,
+        sides["expanded"].views,
         expanded_seconds=metrics["expanded_seconds"],
         row_ratio=metrics["compression"],
         attention_forwards=2 if recompute == "full" else 1,
     )
+    keep(ideal | {"conversion": metrics["speedup"] / ideal["ideal"]})
 
 
 def _agreement(
@@ -317,23 +339,32 @@ def _agreement(
     }
 
 
-def _variant(model: TreeModel, side: Side, weights: torch.Tensor, name: str) -> dict[str, float]:
-    """Seconds of the tree step with one operator replaced, two samples after one to warm up."""
+def _keep_variant(
+    model: TreeModel,
+    side: Side,
+    weights: torch.Tensor,
+    name: str,
+    samples: int,
+    keep: Keep,
+) -> None:
+    """Seconds of the tree step with one operator replaced, after one step to warm up."""
     kernels = model.kernels
     run = partial(_step, model, side, weights)
+    timed = partial(seconds_of, run, samples)
     metrics = {}
     try:
         if name in KERNEL_VARIANTS:
             model.kernels = replace(kernels, **KERNEL_VARIANTS[name])
-            seconds = median_seconds(run, samples=2)
+            seconds = timed()
             if name == "deterministic":
                 metrics["deterministic_same_bits"] = float(_repeats_its_bits(model, run))
         else:
             with baseline(name, side.microbatches):  # type: ignore[arg-type]
-                seconds = median_seconds(run, samples=2)
+                seconds = timed()
     finally:
         model.kernels = kernels
-    return metrics | {f"{name}_tree_seconds": seconds}
+    metrics[f"{name}_tree_seconds"] = statistics.median(seconds)
+    keep(metrics, {f"{name} tree": seconds})
 
 
 def _repeats_its_bits(model: TreeModel, run: Callable[[], torch.Tensor]) -> bool:

@@ -50,9 +50,9 @@ def ideal_metrics(
     }
 
 
-def median_seconds(run: Callable[[], object], samples: int = 3) -> float:
-    """After one call to warm up."""
-    return statistics.median(alternate({"run": run}, samples)["run"]) / 1e3
+def seconds_of(run: Callable[[], object], samples: int = 3) -> list[float]:
+    """Of each call, after one to warm up."""
+    return [milliseconds / 1e3 for milliseconds in alternate({"run": run}, samples)["run"]]
 
 
 def _pairs(views: Views) -> int:
@@ -100,7 +100,7 @@ def _attention_seconds(model: TreeModel, views: Views, forwards: int) -> float:
                 )
             torch.autograd.grad(out, leaves, d_out)
 
-        total += layers * median_seconds(run)
+        total += layers * statistics.median(seconds_of(run))
     return total
 
 
@@ -128,5 +128,5 @@ def _head_seconds(model: TreeModel, views: Views) -> float:
             )
             torch.autograd.grad(log_probs.sum(), (hidden, weight))
 
-        total += median_seconds(run)
+        total += statistics.median(seconds_of(run))
     return total

@@ -54,15 +54,16 @@ def chunk_kda(
     "reference" is plain PyTorch on any device, in that dtype: chunk-local work once for all
     chunks, then one step per chunk depth. O(P (B + K)) time per channel and O(P (B + K log B))
     memory for chunks of B rows.
-    "scan" needs CUDA, fla-core 0.6.0 and chunks of 64 rows: fla's chunk-local kernels once over
-    all chains, own state scans round by round. Matrix products in the dtype of q, k, v (tf32 for
-    float32). Deterministic; the output is bitwise that of fla's chunk_kda, or with one gate a head
-    of its chunk_gated_delta_rule, on each trajectory, where fla runs its kernels in the same
-    configurations.
+    "scan" needs CUDA, fla-core 0.6.0 and chunks of 64 rows: chunk-local kernels once over all
+    chains, fla's and in backward harts' where gates are bounded or of one decay a head (float16: of
+    one decay a head alone), own state scans round by round. Matrix products in the dtype of q, k, v
+    (tf32 for float32). Deterministic; the output is bitwise that of fla's chunk_kda, or with one
+    gate a head of its chunk_gated_delta_rule, on each trajectory, where fla runs its kernels in the
+    same configurations.
     "rounds" is fla's public chunk_kda alone, one call a round or more: slower, for comparison.
 
     safe_gate: the caller's promise that log_decay >= -5 everywhere; "scan" and "rounds" then use
-    fla's faster kernels for bounded gates. Nothing checks it; a gate with a lower bound of -5 or
+    faster kernels for bounded gates. Nothing checks it; a gate with a lower bound of -5 or
     more implies it, the reference needs no promise.
     keep_intermediates: "scan" keeps for backward what it would otherwise compute again, about
     twice the memory; for layers that are themselves recomputed in backward. No bit changes.

@@ -259,7 +259,7 @@ def output_backward(
     return d_Aqk, d_v_new
 
 
-def rows_backward(
+def wy_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

@@ -157,9 +157,12 @@ def _rows_backward_of_any_gate(
     scale: float,
     view: LinearView,
 ) -> list[torch.Tensor]:
-    """By fla's kernels, which need no bound; arguments and results as of `rows_backward`."""
+    """By fla's kernels, which need no bound: results as of `rows_backward`.
+
+    Every tensor has a leading dimension of 1 but those of the results.
+    """
     q, k, v, v_new, gate, beta, Akk, states, d_output = rows
-    d_q, d_k, d_v, d_beta, d_gate, d_Akk = fla06.rows_backward(
+    d_q, d_k, d_v, d_beta, d_gate, d_Akk = fla06.wy_backward(
         q,
         k,
         v,

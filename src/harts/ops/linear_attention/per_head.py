@@ -1,4 +1,4 @@
-"""The scan with one decay a head (Gated DeltaNet): fla's kernels within chunks, own state scans.
+"""The scan with one decay a head (Gated DeltaNet): fla's kernels forward, own ones beside them.
 
 KDA's kernels with the decay repeated over the key width compute the same, but must guard every
 product of decays against overflow, which one factor a pair of rows does not need. fla's backward is

@@ -1,6 +1,6 @@
 """Chunk-local backward of the delta rule in one launch, for both widths of the gate.
 
-Legend: P packed rows, NC chunks, H key heads, G value heads, K key width, V value width, D width of
+Legend: P packed rows, N chunks, H key heads, G value heads, K key width, V value width, D width of
 the gate (K or none), B rows of a chunk; g is the log2 decay summed within each chunk.
 """
 
@@ -41,8 +41,8 @@ def rows_backward(
     beta (P, G) and of the summed decay (P, G, D), which is a natural logarithm here, in float32.
 
     gate: (P, G); or (P, G, K) with decays of at least e^-5 a row, not in float16. T: the inverse
-    that `rows_backward_kernel` defines. states: at the start of every chunk.
-    d_end: of the state after it. d_v_new: complete. In half precision d_q and d_k are rounded for
+    that `rows_backward_kernel` defines, zero above the diagonal. states: at the start of every
+    chunk. d_end: of the state after it. d_v_new: complete. In half precision d_q and d_k are rounded for
     each value head, before the caller sums those of a key head, as fla does.
     """
     num_rows, num_heads, value_width = v_PGV.shape

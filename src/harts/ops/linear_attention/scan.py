@@ -1,4 +1,4 @@
-"""Chunk-local work once over all chains with fla's kernels; only the states run round by round.
+"""Chunk-local work once over all chains, with fla's kernels and own ones; states round by round.
 
 Source: section 3.4 "Round-wise execution". Round by round is needed for states alone: everything
 else in the operator reads one chunk. In backward every start state is known, so the recomputation
