@@ -311,12 +311,19 @@ def _sweep(args: argparse.Namespace, view: LinearView) -> list[dict[str, Any]]:
         scan_states,
     )
 
-    def rows(size: float) -> torch.Tensor:
-        shape = (len(view.grid_row), args.heads, args.width)
+    def rows(size: float, heads: int = args.heads) -> torch.Tensor:
+        """Small keys, or states would grow without bound along a chain."""
+        shape = (len(view.grid_row), heads, args.width)
         return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * size
 
-    k, w, u, q, d_output = rows(0.1), rows(0.1), rows(1), rows(0.1), rows(1)
+    key_heads = args.key_heads or args.heads
+    if not args.per_head:  # KDA's kernels bring q and k into the layout of the value heads
+        key_heads = args.heads
+    k, q = rows(0.02, key_heads), rows(0.02, key_heads)
+    w, u, d_output = rows(0.02), rows(1), rows(1)
     gate = -rows(1).float().abs()
+    if args.per_head:
+        gate = gate[..., 0].contiguous()
     pool = torch.zeros(view.num_slots, args.heads, args.width, args.width, device=DEVICE)
     table = []
     for block_v, num_warps, num_stages in product((32, 64), (4, 8), (1, 2, 3)):

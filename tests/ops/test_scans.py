@@ -45,6 +45,14 @@ TREE = forest_of(
 HEADS, KEY_WIDTH, VALUE_WIDTH = 2, 16, 32
 
 
+@pytest.fixture(autouse=True)
+def fill_new_memory_with_nan() -> Iterator[None]:
+    """A row that a kernel leaves out shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(params=["per_head", "per_channel"])
 def scan(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scan]:
     """The scan of a gate of width 1 or K on the CPU."""
@@ -86,9 +94,9 @@ def _inputs(scan: Any, group: int, strength: float) -> list[torch.Tensor]:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("group", "keep_intermediates", "strength", "parts"),
-    [(1, True, 1.0, 1), (2, False, 4.99, 2), (1, False, 0.01, 4)],
-    ids=["kept", "grouped-strong-in-two-parts", "weak-in-four"],
+    ("group", "keep_intermediates", "strength", "parts", "chunk"),
+    [(1, True, 1.0, 1, B), (2, False, 4.99, 2, 64), (1, False, 0.01, 4, B)],
+    ids=["kept", "grouped-strong-in-two-parts-long-chunks", "weak-in-four-parts"],
 )
 def test_a_scan_is_the_reference(
     scan: Any,
@@ -96,6 +104,7 @@ def test_a_scan_is_the_reference(
     keep_intermediates: bool,
     strength: float,
     parts: int,
+    chunk: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two roots start from outside, and the state after every chain is asked for.
@@ -106,7 +115,7 @@ def test_a_scan_is_the_reference(
     roots = [row for row, above in enumerate(TREE) if above < 0]
     requested = tuple(chain[-1] for chain in chains_of(TREE))
     view = linear_view(
-        TREE, B, external_of_root={roots[0]: 1, roots[2]: 0}, requested=requested
+        TREE, chunk, external_of_root={roots[0]: 1, roots[2]: 0}, requested=requested
     ).view
     inputs = _inputs(scan, group, strength)
     if strength > 4:  # as strong as bounded gates are, everywhere

@@ -42,8 +42,8 @@ def rows_backward(
 
     gate: (P, G); or (P, G, K) with decays of at least e^-5 a row, not in float16. T: the inverse
     that `rows_backward_kernel` defines, zero above the diagonal. states: at the start of every
-    chunk. d_end: of the state after it. d_v_new: complete. In half precision d_q and d_k are rounded for
-    each value head, before the caller sums those of a key head, as fla does.
+    chunk. d_end: of the state after it. d_v_new: complete. In half precision d_q and d_k are
+    rounded for each value head, before the caller sums those of a key head, as fla does.
     """
     num_rows, num_heads, value_width = v_PGV.shape
     key_heads, key_width = q_PHK.shape[1:]

@@ -14,9 +14,9 @@ neither T's gradient nor the rows w = T X and u = T (beta v) are needed.
 
 Decays of each channel do not leave a product over channels, so E_ij is split at an anchor: the
 first row of the block of 16 rows that holds the row whose gradient is formed, 54 binary orders
-lower. A decay of at least e^-5 a row keeps both factors between 2^-55 and 2^55 inside a block, which
-bfloat16 and float32 have room for and float16 has not; between blocks what underflows is below
-2^-70. Anchors are loaded where they are used: kept, they would fill the registers.
+lower. A decay of at least e^-5 a row keeps both factors between 2^-55 and 2^55 inside a block,
+which bfloat16 and float32 have room for and float16 has not; between blocks what underflows is
+below 2^-70. Anchors are loaded where they are used: kept, they would fill the registers.
 
 Legend: P packed rows, N chunks, H key heads, G value heads, K key width, V value width, B rows of
 a chunk; g is the log2 decay summed within each chunk.
