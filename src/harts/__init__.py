@@ -1,9 +1,9 @@
 """harts: exact reinforcement learning on rollout trees.
 
     batch = harts.read("rollouts.jsonl")
-    plan = harts.plan_step(batch, capacity=65536, replicas=8)
+    plan = harts.plan_step(batch, capacity=65536)
     model = harts.attach(hf_model)
-    for mb in plan.microbatches(replica=0):
+    for mb in plan.microbatches():
         out = model.log_probs(mb)
         harts.objectives.grpo(out, mb.fields, plan.denominators).backward()
 

@@ -21,5 +21,9 @@ class ConfigError(HartsError):
     """An option, configuration key or command line that is unknown or has a wrong value."""
 
 
+class TrainingError(HartsError):
+    """A step whose loss or gradients are not finite: nothing was updated."""
+
+
 class CheckpointError(HartsError):
     """A checkpoint that is missing, incomplete or of another run."""

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,13 @@ def test_text_says_where_the_largest_differences_are(run_harts: Run, rollouts: P
     assert "(rollouts.jsonl:" in lines["log-probs"]
     assert " in model." in lines["gradients"] or " in lm_head." in lines["gradients"]
     assert lines["passed"] == "yes"
+
+
+def test_times_are_not_given_as_a_speed_up_of_training(run_harts: Run, rollouts: Path) -> None:
+    outcome = run_harts("verify", rollouts, "--model", "tiny:llama")
+    (time,) = (line for line in outcome.stdout.splitlines() if line.startswith("time "))
+    assert "not a speed-up of training" in time and "one trajectory at a time" in time
+    assert re.search(r"\d+(\.\d+)?x", time) is None
 
 
 def neighbouring_row(view: TreeView) -> TreeView:
@@ -262,6 +270,23 @@ def test_a_wrong_option_is_one_line(
 def test_a_device_that_is_not_there_is_refused(run_harts: Run, rollouts: Path, device: str) -> None:
     words = ["verify", rollouts, "--model", "tiny:llama", "--device", device]
     assert_refused(run_harts(*words), "device is", device)
+
+
+def test_the_device_auto_is_the_cpu_where_there_is_no_gpu(
+    run_harts: Run, rollouts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    words = ["verify", rollouts, "--model", "tiny:llama", "--device", "auto", "--json"]
+    assert run_harts(*words).code == 0
+
+
+def test_a_stray_token_id_is_refused_before_a_tiny_model_fills_the_memory(
+    run_harts: Run, tmp_path: Path
+) -> None:
+    rows = [{"input_ids": [1, 2, 300_000_000], "loss_mask": [0, 1, 1]}]
+    path = write_rows(tmp_path / "stray.jsonl", rows)
+    outcome = run_harts("verify", path, "--model", "tiny:llama")
+    assert_refused(outcome, "largest token id of the data is 300,000,000", "at most 1,000,000")
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_5"])

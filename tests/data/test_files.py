@@ -192,6 +192,18 @@ BAD_FILES = {
         ["a.jsonl:3", "broken JSON at column 1", "; write"],
     ),
     "array": ("a.jsonl", b"[1, 2]\n", ["a.jsonl:1", "an array, not an object", "; write one"]),
+    "array over lines": (
+        "a.json",
+        b"\n[\n  " + LINE.strip() + b",\n  " + LINE.strip() + b"\n]\n",
+        ["a.json: the file is a JSON array, not JSON lines; write one object a line (jq -c '.[]'"],
+    ),
+    "array from the first line": (
+        "a.json",
+        b"[" + LINE.strip() + b",\n" + LINE.strip() + b"]",
+        ["a.json: the file is a JSON array", "; write one object a line"],
+    ),
+    "arrays a line": ("a.jsonl", b"[1]\n[2]\n", ["a.jsonl:1", "an array, not an object", "; "]),
+    "cut array": ("a.json", b"[\n" + LINE.strip() + b",\n", ["a.json:1", "broken JSON", "; "]),
     "number": ("a.jsonl", LINE + b"7\n", ["a.jsonl:2", "not an object", "; write one"]),
     "null": ("a.jsonl", LINE + b"null", ["a.jsonl:2", "null, not an object", "; write one"]),
     "string": ("a.jsonl", LINE + b'"x"', ["a.jsonl:2", "a string, not an object", "; write one"]),

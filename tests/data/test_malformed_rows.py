@@ -34,6 +34,31 @@ BAD_ROWS = {
     "tokens missing": (without("input_ids"), ["no input_ids", "give input_ids"]),
     "prompt only": ({"prompt_ids": [1]}, ["no input_ids, only prompt_ids", "response_ids"]),
     "response only": ({"response_ids": [1]}, ["no input_ids, only response_ids", "prompt_ids"]),
+    "another half first": (
+        {**{f"f{n}": n for n in range(8)}, "prompt_ids": [1]},
+        ["no input_ids, only prompt_ids, f0, f1, f2, f3, f4, f5, f6 and 1 more;"],
+    ),
+    "empty row": ({}, ["no input_ids, the row is empty;"]),
+    "tokens misspelt": (
+        {"tokenids": [5, 6], "loss_mask": [0, 1]},
+        ["no input_ids, only tokenids, loss_mask;", "(rename tokenids to input_ids?)"],
+    ),
+    "prompt and response misspelt": (
+        {"promptIds": np.array([5]), "response": [6], "response_mask": [1], "tokens_seen": 3},
+        ["(rename promptIds to prompt_ids, response to response_ids?)"],
+    ),
+    "verl's dump of texts": (
+        {"input": "2+2", "output": "4", "gts": None, "score": 1.0, "step": 3},
+        [
+            "no input_ids, only input, output, gts, score, step: input and output hold text only",
+            "as in verl's rollout_data_dir; write their token ids as prompt_ids and response_ids",
+            "--tokenizer",
+        ],
+    ),
+    "TRL's dump of texts": (
+        {"step": 1, "prompt": "2+2", "completion": "4", "advantage": 0.5},
+        ["only step, prompt, completion, advantage: prompt and completion hold text", "TRL's"],
+    ),
     "tokens null": (changed(input_ids=None), ["input_ids is null", "give a list of token ids"]),
     "tokens string": (changed(input_ids="567"), ["input_ids is the string '567'", "give a list"]),
     "tokens number": (changed(input_ids=5), ["input_ids is 5", "give a list"]),

@@ -211,7 +211,8 @@ def test_a_trajectory_longer_than_the_capacity_is_named_with_its_source_line():
         "(over_capacity 'drop')"
     )
     assert refusal(batch, capacity=8).startswith(
-        "trajectory 1 (bad.jsonl:2) has 9 tokens (and 1 more), more than the capacity 8;"
+        "trajectory 1 (bad.jsonl:2) has 9 tokens, more than the capacity 8 (and 1 more trajectory "
+        "is too long);"
     )
     assert refusal(batch_of([[1, 2]]), capacity=1).startswith("trajectory 0 has 2 tokens,")
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import harts
 from harts.data.synthetic import SyntheticOptions, generate
-from harts.errors import CheckpointError, ConfigError, HartsError
+from harts.errors import CheckpointError, ConfigError, DataError, HartsError, TrainingError
 from harts.train import checkpoint as checkpoints
+from harts.train.log import RunLog
+from harts.train.mixed_precision import MixedPrecisionOptimizer
+from harts.train.run_folder import alone_in
 from harts.train.sampling import GroupSampler, unshared, with_advantages
 from harts.train.trainer import train
 from tests.train.conftest import equal_bits, read_metrics, saved_weights, write_config
@@ -158,6 +163,14 @@ def test_what_the_first_step_would_refuse_is_refused_before_anything_is_written(
         ("objective.clip_low=-1", "clip_low is -1.0; give a value from 0 to 1"),
         ("train.steps", "override 'train.steps' is not of the form section.key=value"),
         ("train.steps=0", "train.steps is 0; give at least 1"),
+        ("plan.capacity=0", "plan.capacity is 0; give at least 1"),
+        ("train.max_grad_norm=0", "train.max_grad_norm is 0.0; give more than 0, or inf"),
+        ("train.max_grad_norm=-1", "train.max_grad_norm is -1.0; give more than 0, or inf"),
+        ("train.learning_rate=nan", "train.learning_rate is nan; give 0 or more"),
+        ("train.weight_decay=-1", "train.weight_decay is -1.0; give 0 or more"),
+        ("train.warmup_steps=-2", "train.warmup_steps is -2; give 0 or more"),
+        ("train.epsilon=0", "train.epsilon is 0.0; give more than 0"),
+        ("train.betas=[0.9, 1.0]", "train.betas is [0.9, 1.0]; give two from 0 to below 1"),
     ],
 )
 def test_a_wrong_option_is_one_line(
@@ -239,3 +252,127 @@ def test_real_rollouts_train_as_their_expanded_run(tmp_path: Path) -> None:
         losses.append([[line["policy_loss"], line["log_prob"]] for line in read_metrics(folder)])
     for tree, expanded in zip(*losses, strict=True):
         assert tree == pytest.approx(expanded, abs=1e-5)
+
+
+def with_edited_lines(rollouts: Path, file: Path, edit: Any) -> Path:
+    """A copy of the rollouts, every row through `edit(index, row)`."""
+    rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
+    file.write_text("".join(json.dumps(edit(i, row)) + "\n" for i, row in enumerate(rows)))
+    return file
+
+
+def test_groups_without_a_scored_token_and_dropped_trajectories_do_not_stop_a_run(
+    tmp_path: Path, rollouts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = harts.read(rollouts)
+    groups = batch.trajectory_fields["group_id"].tolist()
+
+    def edit(index: int, row: dict[str, Any]) -> dict[str, Any]:
+        if row["group_id"] == groups[0]:
+            row["loss_mask"] = [0] * len(row["loss_mask"])
+        return row
+
+    file = with_edited_lines(rollouts, tmp_path / "edited.jsonl", edit)
+    lengths = batch.lengths[[group != groups[0] for group in groups]]
+    overrides = (
+        f"data.path={file}",
+        "data.groups_per_step=1",
+        f"plan.capacity={int(lengths.max()) - 1}",
+        "plan.over_capacity=drop",
+        "train.steps=3",
+    )
+    train(write_config(tmp_path, rollouts, *overrides))
+    assert all(line["log_prob"] < 0 for line in read_metrics(tmp_path))
+    said = capsys.readouterr().err
+    assert "left out: 1 groups that score no token" in said
+    assert "longer than the capacity" in said
+
+
+def test_rollouts_that_score_nothing_are_refused_before_anything_is_written(
+    tmp_path: Path, rollouts: Path
+) -> None:
+    def edit(index: int, row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"loss_mask": [0] * len(row["loss_mask"])}
+
+    file = with_edited_lines(rollouts, tmp_path / "edited.jsonl", edit)
+    with pytest.raises(DataError, match="scores a token; set loss_mask"):
+        train(write_config(tmp_path, rollouts, f"data.path={file}"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_step_that_is_not_finite_updates_nothing_and_keeps_the_checkpoints(
+    tmp_path: Path, rollouts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = "output.checkpoint_every=1"
+    train(write_config(tmp_path, rollouts, "train.steps=2", every))
+    before = saved_weights(tmp_path / "run", 2)
+    clip = MixedPrecisionOptimizer.clip_gradients
+    monkeypatch.setattr(
+        MixedPrecisionOptimizer, "clip_gradients", lambda self, norm: clip(self, norm) * math.nan
+    )
+    with pytest.raises(TrainingError, match=r"step 3: loss is .*, the gradients' norm nan"):
+        train(write_config(tmp_path, rollouts, every), resume=True)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-000001", "step-000002"]
+    assert equal_bits(before, saved_weights(tmp_path / "run", 2))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_after_the_step_with_a_checkpoint(
+    tmp_path: Path, rollouts: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    write_step = RunLog.step
+
+    def step(self: RunLog, metrics: dict[str, Any]) -> None:
+        write_step(self, metrics)
+        if metrics["step"] == 1:
+            signal.raise_signal(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunLog, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            train(write_config(tmp_path, rollouts))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
+    train(write_config(tmp_path, rollouts), resume=True)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    train(write_config(whole, rollouts))
+    assert equal_bits(saved_weights(tmp_path / "run", 4), saved_weights(whole / "run", 4))
+
+
+def test_a_folder_is_one_runs(tmp_path: Path, rollouts: Path) -> None:
+    options = write_config(tmp_path, rollouts, "train.steps=1")
+    in_use = pytest.raises(ConfigError, match="is in use by a run that has not ended")
+    with alone_in(tmp_path / "run"), in_use:
+        train(options)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert not metrics.exists()
+    metrics.write_text('{"step": 1}\n')
+    with pytest.raises(ConfigError, match="holds the metrics of 1 steps without a checkpoint"):
+        train(options)
+    metrics.write_text('{"loss": 1}\n')
+    with pytest.raises(ConfigError, match="holds no metrics of a run"):
+        train(options)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file; give a folder"):
+        train(write_config(tmp_path, rollouts, f"output.dir={tmp_path / 'file'}"))
+
+
+def test_resuming_says_where_it_starts(
+    tmp_path: Path, rollouts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = write_config(tmp_path, rollouts, "train.steps=1")
+    first = train(options, resume=True)
+    assert "no checkpoint in" in capsys.readouterr().err
+    assert train(options, resume=True) == first
+    assert "already has 1 steps: nothing to do" in capsys.readouterr().err
+
+
+def test_an_optimizer_file_that_was_cut_is_one_line(tmp_path: Path, rollouts: Path) -> None:
+    train(write_config(tmp_path, rollouts, "train.steps=1"))
+    file = tmp_path / "run" / "checkpoints" / "step-000001" / "optimizer.pt"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=r"optimizer.pt cannot be read .*; delete"):
+        train(write_config(tmp_path, rollouts), resume=True)

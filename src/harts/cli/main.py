@@ -186,7 +186,11 @@ def _add_verify(commands: Any) -> None:
         help="dtype of the weights (default %(default)s); with float64 transformers still casts "
         "norms, gates and routers to float32, so differences stay near float32 rounding",
     )
-    verify.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default %(default)s)")
+    verify.add_argument(
+        "--device",
+        default="cpu",
+        help="cpu, cuda, cuda:N, or auto: cuda if there is one (default %(default)s)",
+    )
     verify.add_argument(
         "--rollout-logprobs",
         action="store_true",

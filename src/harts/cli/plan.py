@@ -15,7 +15,7 @@ from harts.cli.output import percent, print_result, seconds
 from harts.cli.reading import read_rollouts
 from harts.data.trajectory import TrajectoryBatch
 from harts.errors import ConfigError
-from harts.plan.over_capacity import within_capacity
+from harts.plan.over_capacity import dropped_text, within_capacity
 from harts.plan.planner import plan_step
 from harts.plan.step_plan import StepPlan
 from harts.plan.verify import verify_plan
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     rows = _rows(summary, args)
     if len(plan.dropped):
         summary["dropped"] = [batch.name_of(i) for i in plan.dropped.tolist()]
-        rows.append(("dropped", ", ".join(summary["dropped"])))
+        rows.append(("dropped", dropped_text(batch, plan.dropped)))
     if args.report is not None:
         write_plan_report(plan, args.report, source=Path(args.file).name)
         rows.append(("report", args.report))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 from harts.cli.config import read_config
+from harts.cli.output import print_result
 from harts.errors import HartsError
 from harts.report.train_report import write_train_report
 from harts.train.options import RunOptions
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         if stamp != before and stamp is not None and stamp.size > 0:
             _report(metrics_file, options)
     if args.json:
-        print(json.dumps(metrics))
+        print_result(metrics, [], as_json=True)
     else:
         print(f"metrics, report.html and checkpoints are in {options.output.dir}")
     return 0

@@ -17,6 +17,7 @@ from harts.data.formats.shapes import read_shapes
 from harts.data.formats.slime import read_slime
 from harts.data.formats.verifiers import read_verifiers
 from harts.data.pieces import PieceRow, assemble
+from harts.data.reward_files import RewardMapping
 from harts.data.rewards import with_rewards
 from harts.data.trajectory import TrajectoryBatch
 from harts.errors import ConfigError, DataError
@@ -70,7 +71,7 @@ def read(
     tokenizer: Any = None,
     chat_template: str | None = None,
     sampling: Sampling | None = None,
-    rewards: str | os.PathLike[str] | Mapping[str, float | None] | None = None,
+    rewards: str | os.PathLike[str] | RewardMapping | None = None,
     progress: Progress | None = None,
 ) -> TrajectoryBatch:
     """Read rollouts from one file: flat token rows, token trees, framework dumps or chat logs.
@@ -82,7 +83,8 @@ def read(
     chat_template: "chatml", "qwen3", jinja source or a file of it; None is the tokenizer's own.
     sampling: "step": one trajectory an assistant turn, which alone is scored; "tree-step": each
       distinct step of a group once. None: "step" for logs, branches for token trees.
-    rewards: rewards by trajectory, rollout or group id, as a mapping or a file (JSON, CSV).
+    rewards: rewards by trajectory, rollout or group id, or by group and id, as a mapping or a file
+      (JSON, CSV).
     progress: called with (bytes read, bytes in all) of the file.
 
     Needs little more memory than the batch (flat rows) or the batch and its unique tokens (trees,

@@ -8,7 +8,8 @@ Two spellings are read (names in `harts.data.aliases`):
 """
 
 from collections.abc import Mapping
-from typing import Any
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -36,6 +37,16 @@ Row = Mapping[str, Any]
 
 RESERVED_NAMES = ("position", "trajectory_index")
 """Names that every microbatch adds to the fields it carries."""
+
+_TEXTS = (
+    ("input", "output", ", as in verl's rollout_data_dir"),
+    ("prompt", "completion", ", as in TRL's logged completions"),
+    ("prompt", "response", ""),
+)
+"""Fields by which frameworks dump text: prompt, response, whose dump it is."""
+
+_SHOWN = 8
+"""Fields of a row that a message names."""
 
 
 def trajectory_name(index: int, source: str | None) -> str:
@@ -88,9 +99,7 @@ def _prompt_and_response(row: Row, where: str) -> tuple[dict[str, Any], set[str]
         _pick(row, names, where) for names in (PROMPT_NAMES, RESPONSE_NAMES)
     )
     if prompt_name is None or response_name is None:
-        present = prompt_name or response_name
-        problem = "there are no input_ids" + (f", only {present}" if present else "")
-        fail(where, problem, "give input_ids, or prompt_ids and response_ids")
+        _fail_without_tokens(row, prompt_name or response_name, where)
     prompt = to_tokens(row[prompt_name], prompt_name, where)
     response = to_tokens(row[response_name], response_name, where)
     tokens = np.concatenate([prompt, response])
@@ -106,6 +115,42 @@ def _prompt_and_response(row: Row, where: str) -> tuple[dict[str, Any], set[str]
         problem = f"{mask_name} has {mask.size} entries, {response_name} {response.size}"
         fail(where, problem, "they must be equally long")
     return {"input_ids": tokens, "loss_mask": mask, "num_prompt": prompt.size}, used
+
+
+def _fail_without_tokens(row: Row, found: str | None, where: str) -> NoReturn:
+    """Say what the row has instead, and what of it was probably meant. found: one half of it."""
+    present = sorted(row, key=lambda name: name != found)
+    more = f" and {len(present) - _SHOWN} more" if len(present) > _SHOWN else ""
+    only = f"only {', '.join(present[:_SHOWN])}{more}" if present else "the row is empty"
+    problem = f"there are no input_ids, {only}"
+    for prompt, response, origin in _TEXTS:
+        if isinstance(row.get(prompt), str) and isinstance(row.get(response), str):
+            advice = (
+                "write their token ids as prompt_ids and response_ids (chat logs, as messages, "
+                "are read with --tokenizer)"
+            )
+            fail(where, f"{problem}: {prompt} and {response} hold text only{origin}", advice)
+    renamed = [
+        f"{name} to {meant}"
+        for name, value in row.items()
+        if _holds_whole_numbers(value) and (meant := _near_name(name)) is not None
+    ]
+    hint = f" (rename {', '.join(renamed)}?)" if renamed else ""
+    fail(where, problem, f"give input_ids, or prompt_ids and response_ids{hint}")
+
+
+def _near_name(name: str) -> str | None:
+    """The name of token ids that `name` is a misspelling of, in its canonical form."""
+    for names in (TOKEN_NAMES, PROMPT_NAMES, RESPONSE_NAMES):
+        if name not in names and get_close_matches(name.lower(), names, n=1, cutoff=0.85):
+            return names[0]
+    return None
+
+
+def _holds_whole_numbers(value: Any) -> bool:
+    if not is_sequence(value) or len(value) == 0:
+        return False
+    return isinstance(value[0], int | np.integer) and not isinstance(value[0], bool)
 
 
 def _field(name: str, value: Any, num_tokens: int, num_prompt: int, where: str) -> Any:

@@ -9,6 +9,7 @@ from harts.inspection.breaks import find_breaks, named
 from harts.inspection.classify import Decode
 from harts.inspection.paths import trie_paths
 from harts.inspection.result import Inspection, Trajectories
+from harts.inspection.scored_again import scored_again
 from harts.inspection.shape import by_depth, by_fan_out, forest_shape
 from harts.inspection.tasks import names_by_field, tasks_of
 from harts.plan.options import at_least_one
@@ -42,6 +43,7 @@ def inspect_batch(
         chunk_size=chunk_size,
         task_field=task_field,
         rollouts=0 if rollout_field is None else len(set(rollouts)),
+        scored_again=0 if rollout_field is None else scored_again(batch, order, rollouts),
         trajectories=_trajectories(batch, order, capacity),
         forest=forest_shape(forest, chunk_size),
         tasks=tasks_of(batch, order, tasks, None if rollout_field is None else rollout_names),

@@ -186,6 +186,7 @@ class Inspection:
     """All findings on one batch.
 
     task_field: the field that tells tasks apart, or None: then the file counts as one task.
+    scored_again: tokens that several trajectories of one rollout score (0 without rollout ids).
     tasks: the worst compression first. task_rows: sum of the tasks' own tries.
     by_depth, by_fan_out: segments of the forest by their number of forks above, and of branches
     at their end.
@@ -195,6 +196,7 @@ class Inspection:
     chunk_size: int
     task_field: str | None
     rollouts: int
+    scored_again: int
     trajectories: Trajectories
     forest: Forest
     tasks: tuple[TaskStats, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import torch
 
@@ -34,6 +34,7 @@ class Kernels:
     deterministic: the same inputs give the same bits, forward and backward. Only "fa4" is faster
     without; every other part is deterministic either way.
     The defaults are the references in plain PyTorch, on any device and in any dtype.
+    Raises ConfigError for a name that a part does not have.
     """
 
     linear_attention: LinearAttention = "reference"
@@ -42,6 +43,14 @@ class Kernels:
     log_probs: LogProbs = "reference"
     token_wise: Literal["eager", "fused"] = "eager"
     deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        for part, kind in get_type_hints(Kernels).items():
+            given = getattr(self, part)
+            known = (False, True) if kind is bool else get_args(kind)
+            if not any(type(given) is type(name) and given == name for name in known):
+                choices = ", ".join(map(repr, known))
+                raise ConfigError(f"harts.Kernels: {part} is {given!r}; choose one of {choices}")
 
     def check(self) -> None:
         """Raise ConfigError, with what to install, for a part whose packages are missing."""

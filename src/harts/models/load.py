@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _TINY = "tiny:"
+_MOST_TINY_TOKENS = 1_000_000
+"""Tokenizers have up to about 300,000; a stray id would make a model of gigabytes."""
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -29,12 +31,18 @@ def load_model(
     from `seed`; anything else is a local folder, whose vocabulary must hold at least vocab_size
     tokens (largest token id of the data + 1). Nothing is downloaded. dtype: of the weights, also
     by name (float32, float64, bfloat16).
-    Raises ConfigError for a folder that is missing or incomplete or a vocabulary that is too
-    small, UnsupportedModelError for a model type that harts or transformers does not know.
+    Raises ConfigError for a folder that is missing or incomplete, a vocabulary that is too small,
+    or a tiny model of more than a million tokens, UnsupportedModelError for a model type that
+    harts or transformers does not know.
     """
     transformers = _import_transformers(spec)
     dtype = _torch_dtype(dtype)
     if spec.startswith(_TINY):
+        if vocab_size > _MOST_TINY_TOKENS:
+            raise ConfigError(
+                f"the largest token id of the data is {vocab_size - 1:,}, and {spec} holds at most "
+                f"{_MOST_TINY_TOKENS:,} tokens; mend that id, or give the folder of a model"
+            )
         tiny = _tiny(spec, vocab_size=vocab_size, seed=seed)
         return _with_experts_for(dtype, _cast(tiny, dtype))
     config = _read_config(spec, transformers)

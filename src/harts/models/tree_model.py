@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from harts.errors import DataError, UnsupportedModelError
+from harts.errors import ConfigError, DataError, UnsupportedModelError
 from harts.models.audit import LayerFinding, audit
 from harts.models.families import family_of
 from harts.models.full_attention import IMPLEMENTATION
@@ -22,6 +22,7 @@ from harts.models.routing import RouterRecord
 from harts.models.tree_run import TreeRun
 from harts.ops.cross_entropy import mapped_log_probs
 from harts.plan.microbatch import MicroBatch
+from harts.plan.step_plan import StepPlan
 from harts.views.tree import TreeView, build_tree_view
 
 
@@ -79,7 +80,11 @@ class TreeModel:
         return self._causal_lm.get_input_embeddings().weight.device
 
     def view(self, microbatch: MicroBatch) -> TreeView:
-        """The index tensors of a microbatch, on the model's device."""
+        """The index tensors of a microbatch, on the model's device.
+
+        Raises ConfigError for anything but a MicroBatch.
+        """
+        _require_microbatch(microbatch)
         return build_tree_view(microbatch, conv_widths=self._conv_widths, device=self.device)
 
     def log_probs(self, microbatch: MicroBatch, *, view: TreeView | None = None) -> TreeOutput:
@@ -87,7 +92,10 @@ class TreeModel:
 
         view: what `view(microbatch)` returned, for a caller that builds it ahead.
         Differentiable; under `torch.no_grad()` it is the old- or reference-policy pass.
+        Raises ConfigError for anything but a MicroBatch, DataError for token ids outside the
+        model's vocabulary, UnsupportedModelError for an LM head that is no plain nn.Linear.
         """
+        _require_microbatch(microbatch)
         self._check_vocabulary(microbatch)
         self._warn_if_moved()
         view = self.view(microbatch) if view is None else view
@@ -153,10 +161,10 @@ def attach(model: nn.Module, *, kernels: Kernels | None = None) -> TreeModel:
     `gradient_checkpointing_enable()` and ordinary calls of the model keep working, before and
     after. Attaching twice is harmless.
 
-    kernels: None takes the fast ones for a model in half precision on a GPU, the references
-    otherwise; attach after moving the model. Raises ConfigError where their packages are missing,
-    UnsupportedModelError naming the module or option that harts does not understand; the model is
-    then unchanged.
+    kernels: None takes the fast ones for a model in bfloat16 on a GPU, the references otherwise;
+    attach after moving the model. Raises ConfigError where their packages are missing or they are
+    no Kernels, UnsupportedModelError naming the module or option that harts does not understand;
+    the model is then unchanged.
     """
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = getattr(causal_lm, "config", None)
@@ -171,6 +179,11 @@ def attach(model: nn.Module, *, kernels: Kernels | None = None) -> TreeModel:
         known = ", ".join(c.__name__ for c in family.architectures)
         raise UnsupportedModelError(f"{type(causal_lm).__name__} is not supported; use {known}")
     findings = audit(causal_lm, family)
+    if kernels is not None and not isinstance(kernels, Kernels):
+        raise ConfigError(
+            f"attach: kernels is a {type(kernels).__name__}; give harts.Kernels(...), or nothing "
+            "for those that fit the model's device and dtype"
+        )
     chosen_on = None
     if kernels is None:
         weight = causal_lm.get_input_embeddings().weight
@@ -186,6 +199,16 @@ def attach(model: nn.Module, *, kernels: Kernels | None = None) -> TreeModel:
             module.__class__ = adapters.get(kind, kind)
     causal_lm.set_attn_implementation(IMPLEMENTATION)
     return TreeModel(model, causal_lm, family, findings, kernels, chosen_on)
+
+
+def _require_microbatch(given: object) -> None:
+    if isinstance(given, MicroBatch):
+        return
+    plan = "plan" if isinstance(given, StepPlan) else "harts.plan_step(batch, ...)"
+    raise ConfigError(
+        f"microbatch is a {type(given).__name__}; give those of a plan one by one: "
+        f"for mb in {plan}.microbatches(): model.log_probs(mb)"
+    )
 
 
 @contextmanager

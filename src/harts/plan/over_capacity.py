@@ -11,6 +11,7 @@ from harts.errors import PlanError
 from harts.tree.order import Ints
 
 OverCapacity = Literal["error", "drop"]
+MOST_NAMES = 10
 RAISE = "raise the capacity (--capacity; plan.capacity in a run)"
 
 
@@ -27,13 +28,22 @@ def within_capacity(
     if not len(too_long):
         return batch, too_long
     first, others = int(too_long[0]), len(too_long) - 1
-    more = f" (and {others} more)" if others else ""
     problem = (
-        f"{batch.name_of(first)} has {batch.lengths[first]:,} tokens{more}, more than the "
+        f"{batch.name_of(first)} has {batch.lengths[first]:,} tokens, more than the "
         f"capacity {capacity:,}"
     )
+    if others:
+        are = "trajectory is" if others == 1 else "trajectories are"
+        problem += f" (and {others:,} more {are} too long)"
     if over_capacity == "error":
         raise PlanError(f"{problem}; {RAISE} or split it, or drop it (over_capacity 'drop')")
     if len(too_long) == len(batch):
         raise PlanError(f"{problem}, and no trajectory is left; {RAISE}")
     return batch.select(np.flatnonzero(batch.lengths <= capacity)), too_long
+
+
+def dropped_text(batch: TrajectoryBatch, dropped: Ints) -> str:
+    """What was dropped, for people: "8 of 20: name, name, ..." with at most ten names."""
+    names = [batch.name_of(i) for i in dropped[:MOST_NAMES].tolist()]
+    more = ", ..." if len(dropped) > MOST_NAMES else ""
+    return f"{len(dropped):,} of {len(batch):,}: {', '.join(names)}{more}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Literal, get_args
 
@@ -45,12 +46,14 @@ def plan_step(
     fills microbatches in lexicographic order. over_capacity: a trajectory longer than the
     capacity is an error that names it, or is dropped and listed in `plan.dropped`; indices of
     trajectories are then those of `plan.batch`, without the dropped ones.
-    Raises PlanError for that, for fewer trajectories than replicas, and when no multiple of
-    `replicas` microbatches is found.
+    Raises PlanError for that, for anything but a TrajectoryBatch, for fewer trajectories than
+    replicas, and when no multiple of `replicas` microbatches is found.
     """
     started = time.perf_counter()
     if planner not in get_args(Planner):
         raise PlanError(f"planner is {planner!r}; choose 'harts' or 'next-fit'")
+    if not isinstance(batch, TrajectoryBatch):
+        raise PlanError(_not_a_batch(batch))
     options = options.for_size(len(batch))
     capacity = at_least_one("capacity", capacity)
     replicas = at_least_one("replicas", replicas)
@@ -91,6 +94,18 @@ def plan_step(
         denominators=Denominators.of(batch.loss_mask, batch.offsets),
         dropped=dropped,
         plan_seconds=time.perf_counter() - started,
+    )
+
+
+def _not_a_batch(given: object) -> str:
+    if isinstance(given, str | os.PathLike):
+        path = repr(os.fspath(given))
+        return f"batch is the path {path}; read it first: harts.plan_step(harts.read({path}), ...)"
+    if isinstance(given, list | tuple):
+        return f"batch is a {type(given).__name__}; give harts.TrajectoryBatch.from_rows(rows)"
+    return (
+        f"batch is a {type(given).__name__}; give a TrajectoryBatch, from harts.read(path) or "
+        "harts.TrajectoryBatch.from_rows(rows)"
     )
 
 

@@ -76,7 +76,11 @@ def _headline(plan: StepPlan, most_rounds: int, replay: int) -> Markup:
             ),
             *([imbalance] if plan.replicas > 1 else []),
             ("rounds", count(most_rounds), "at most, of linear attention in one microbatch"),
-            ("replay", count(replay), f"rows, {percent(replay / plan.compact_tokens)} on top"),
+            (
+                "replay",
+                count(replay),
+                f"rows, {percent(replay / plan.compact_tokens)} on top, in linear attention only",
+            ),
         ]
     )
 
@@ -85,22 +89,25 @@ def _compression(plan: StepPlan, tasks: Tasks | None, replay: int) -> Markup:
     bars = compression_bars(plan, tasks, replay)
     rows = [[bar.name, bar.text, count(bar.value), bar.note] for bar in bars]
     return section(
-        "From raw tokens to executed rows",
+        "From raw tokens to rows",
         "A token that several trajectories share as part of the same prefix is one row. Rows are "
-        "lost again where one prefix is needed in several microbatches, and where linear "
-        "attention starts from the last chunk boundary above a fork.",
+        "lost again where one prefix is needed in several microbatches. Every layer computes the "
+        "rows in microbatches; linear-attention layers start from the last chunk boundary above "
+        "a fork, and take the rows between the two once more (replay).",
         bar_drawing(bars),
         table("These numbers as a table", ("stage", "shown as", "tokens or rows", "note"), rows),
     )
 
 
 def compression_bars(plan: StepPlan, tasks: Tasks | None, replay: int) -> list[Bar]:
-    """The stages raw, per task, whole step, microbatches, executed; each beside the one before."""
+    """The stages raw, per task, whole step, microbatches, each beside the one before; then what
+    replay adds in linear-attention layers.
+    """
     raw, trie, compact = plan.raw_tokens, plan.trie_tokens, plan.compact_tokens
 
-    def stage(name: str, value: int, before: int, note: str, hatched: int = 0) -> Bar:
+    def stage(name: str, value: int, before: int, note: str) -> Bar:
         text = count(value) if value == raw else f"{count(value)} · {times(raw / value)}"
-        return Bar(name=name, value=value, text=text, note=note, before=before, hatched=hatched)
+        return Bar(name=name, value=value, text=text, note=note, before=before)
 
     bars = [stage("Raw tokens", raw, 0, "every trajectory by itself")]
     before = raw
@@ -115,9 +122,18 @@ def compression_bars(plan: StepPlan, tasks: Tasks | None, replay: int) -> list[B
     note = _change(compact, trie, "rows")
     note += ": prefixes that several microbatches need" if compact > trie else ": nothing twice"
     bars.append(stage("In microbatches", compact, trie, note))
-    executed = compact + replay
-    note = _change(executed, compact, "rows") + ": replay (hatched)"
-    bars.append(stage("Executed", executed, compact, note, hatched=replay))
+    in_linear = compact + replay
+    note = _change(in_linear, compact, "rows") + ": replay (hatched), which other layers do not see"
+    bars.append(
+        Bar(  # without a ratio: the compression of a step is that of the bar above
+            name="Rows in linear-attention layers",
+            value=in_linear,
+            text=count(in_linear),
+            note=note,
+            before=compact,
+            hatched=replay,
+        )
+    )
     return bars
 
 
@@ -187,8 +203,8 @@ def _trees(plan: StepPlan, tasks: Tasks | None) -> Markup:
         "Each box is a run of tokens without a fork. Across: compact rows in the order of "
         "memory, so a box spans every row that continues it. Down: depth in the trajectory. "
         "Colour is the round in which linear attention computes the chain, in two shades to "
-        "tell neighbouring chains apart; hatched rows above a fork are replayed. Click or press "
-        "Enter to zoom in, click again or press Escape to zoom out."
+        "tell neighbouring chains apart; hatched rows above a fork are replayed by its layers. "
+        "Click or press Enter to zoom in, click again or press Escape to zoom out."
     )
     if len(trees) < plan.num_microbatches:
         explanation += f" The first {count(len(trees))} microbatches in slot order are here."

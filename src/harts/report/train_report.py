@@ -83,7 +83,8 @@ def train_page(steps: list[dict[str, float]], config: Mapping[str, Any]) -> str:
     """The HTML of `write_train_report`."""
     last = int(steps[-1]["step"])
     asked = config.get("train", {}).get("steps", last)
-    state = "finished" if last >= asked else f"{count(asked - last)} to go"
+    asked = max(asked, last)
+    state = "finished" if last == asked else f"{count(asked - last)} to go"
     lead = f"{count(last)} of {counted(asked, 'step')}, {state}."
     objective, model = config.get("objective", {}), config.get("model", {})
     if objective and model:

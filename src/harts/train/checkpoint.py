@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,8 +75,16 @@ def latest_checkpoint(run_dir: Path) -> Checkpoint | None:
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: MixedPrecisionOptimizer) -> None:
-    """Restore the optimiser's state in place."""
-    state = torch.load(checkpoint.path / _OPTIMIZER, weights_only=True, map_location="cpu")
+    """Restore the optimiser's state in place; raises CheckpointError if unreadable."""
+    path = checkpoint.path / _OPTIMIZER
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        problem = str(error).splitlines()[0][:100]
+        raise CheckpointError(
+            f"{path} cannot be read ({problem}); delete {checkpoint.path} to resume from the "
+            "checkpoint before it"
+        ) from None
     optimizer.load_state_dict(state)
 
 

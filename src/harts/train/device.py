@@ -64,6 +64,12 @@ class Stopwatch:
         return event
 
 
+def wait_for(device: torch.device) -> None:
+    """Return when all that was given to the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def restart_peak_memory(device: torch.device) -> None:
     """Forget CUDA's peak so far; the peak of a process cannot be forgotten."""
     if device.type == "cuda":

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from harts.errors import ConfigError
 from harts.plan.microbatch import MicroBatch
 
 
@@ -26,7 +27,7 @@ class RunLog:
         self._total, self._started, self._first = total_steps, time.perf_counter(), first_step
         self._step = first_step
         self.path = run_dir / "metrics.jsonl"
-        kept = [line for line in _lines(self.path) if line["step"] <= first_step]
+        kept = [line for line in metrics_lines(self.path) if line["step"] <= first_step]
         beside = self.path.with_suffix(".partial")
         beside.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(beside, self.path)
@@ -67,12 +68,21 @@ class RunLog:
         )
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Complete lines of a metrics file; a last line that was cut short is left out."""
+def metrics_lines(path: Path) -> list[dict[str, Any]]:
+    """Complete lines of a metrics file; a last line that was cut short is left out.
+
+    ConfigError for a file of something else.
+    """
     if not path.exists():
         return []
     complete = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [json.loads(line) for line in complete]
+    try:
+        lines = [json.loads(line) for line in complete]
+        if all(isinstance(line["step"], int) for line in lines):
+            return lines
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ConfigError(f"{path} holds no metrics of a run; choose another output.dir")
 
 
 def _bar(share: float, width: int = 10) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,6 +58,10 @@ class PlanOptions:
     planner: Planner = "harts"
     over_capacity: OverCapacity = "error"
     sharing: Literal["tree", "expanded"] = "tree"
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise ConfigError(f"plan.capacity is {self.capacity}; give at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +121,19 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ConfigError(f"train.steps is {self.steps}; give at least 1")
-        if self.learning_rate < 0:
-            raise ConfigError(f"train.learning_rate is {self.learning_rate}; give 0 or more")
+        for name in ("learning_rate", "weight_decay", "warmup_steps"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"train.{name} is {value}; give 0 or more")
+        if not self.max_grad_norm > 0:
+            raise ConfigError(
+                f"train.max_grad_norm is {self.max_grad_norm}; give more than 0, or inf to leave "
+                "gradients alone"
+            )
+        if not 0 < self.epsilon < math.inf:
+            raise ConfigError(f"train.epsilon is {self.epsilon}; give more than 0")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"train.betas is {list(self.betas)}; give two from 0 to below 1")
         if self.recompute != "selective" and self.recompute_layers is not None:
             raise ConfigError(
                 f"train.recompute_layers is {self.recompute_layers} with "

@@ -64,6 +64,27 @@ class GroupSampler:
         return unshared(batch) if self._expanded else batch
 
 
+def without_unscored_groups(batch: TrajectoryBatch) -> tuple[TrajectoryBatch, list[str]]:
+    """The batch without groups that score no token, which no step can train on; their names.
+
+    DataError where nothing would be left.
+    """
+    name = find(batch.trajectory_fields, "group_id")
+    values = batch.trajectory_fields[name].tolist() if name else [0] * len(batch)
+    groups = _codes(values)
+    scored = np.zeros(int(groups.max()) + 1, np.int64)
+    np.add.at(scored, np.repeat(groups, batch.lengths), batch.loss_mask)
+    unscored = scored[groups] == 0
+    if unscored.all():
+        raise DataError(
+            f"none of {len(batch)} trajectories scores a token; set loss_mask to 1 where one does"
+        )
+    if not unscored.any():
+        return batch, []
+    names = dict.fromkeys(str(values[i]) for i in np.flatnonzero(unscored))
+    return batch.select(np.flatnonzero(~unscored)), list(names)
+
+
 def unshared(batch: TrajectoryBatch) -> TrajectoryBatch:
     """The same batch where no two trajectories share a row: the expanded baseline."""
     identity = np.repeat(np.arange(len(batch)), batch.lengths)

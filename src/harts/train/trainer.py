@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import sys
 import time
 import warnings
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import harts
 from harts.data.aliases import find
 from harts.data.read import read
 from harts.data.trajectory import TrajectoryBatch
-from harts.errors import CheckpointError, ConfigError, DataError
+from harts.errors import CheckpointError, ConfigError, DataError, TrainingError
 from harts.models.load import load_model
 from harts.models.tree_model import TreeModel, attach
 from harts.ops.kept_results import KEEPING
@@ -32,12 +35,14 @@ from harts.train.device import (
     describe_device,
     peak_memory_gib,
     restart_peak_memory,
+    wait_for,
 )
-from harts.train.log import RunLog
+from harts.train.log import RunLog, metrics_lines
 from harts.train.mixed_precision import MixedPrecisionOptimizer
 from harts.train.options import DataOptions, RunOptions, TrainOptions
 from harts.train.recompute import set_recomputation
-from harts.train.sampling import GroupSampler, with_advantages
+from harts.train.run_folder import StopSignal, alone_in
+from harts.train.sampling import GroupSampler, with_advantages, without_unscored_groups
 from harts.train.step import StepResult, accumulate_gradients
 
 _MAY_CHANGE = {
@@ -50,17 +55,38 @@ def train(options: RunOptions, *, resume: bool = False) -> dict[str, Any]:
 
     Writes metrics.jsonl and checkpoints under options.output.dir. With `resume` it goes on from
     the last complete checkpoint there, bit for bit on CPU; without, the folder must be new.
+    SIGINT and SIGTERM end it after the step that runs, with a checkpoint, by KeyboardInterrupt.
+    Raises TrainingError, with nothing updated, for a step whose loss or gradients are not finite.
     """
     device = choose_device(options.train.device)
-    with deterministic(options.train.deterministic, device):
-        return _train(options, device, resume)
+    with deterministic(options.train.deterministic, device), StopSignal() as stop:
+        return _train(options, device, resume, stop)
 
 
-def _train(options: RunOptions, device: torch.device, resume: bool) -> dict[str, Any]:
-    run_dir, config = Path(options.output.dir), _as_json(options)
-    checkpoint = _starting_point(run_dir, config, resume)
+@dataclass(frozen=True)
+class _Run:
+    """What the steps of a run need, made once."""
+
+    options: RunOptions
+    config: dict[str, Any]
+    folder: Path
+    sampler: GroupSampler
+    model: TreeModel
+    optimizer: MixedPrecisionOptimizer
+
+
+def _train(
+    options: RunOptions, device: torch.device, resume: bool, stop: StopSignal
+) -> dict[str, Any]:
+    folder, config = Path(options.output.dir), _as_json(options)
+    checkpoint, notes = _starting_point(folder, config, resume)
+    if checkpoint is not None and checkpoint.step >= options.train.steps:
+        done = f"harts: {folder} already has {checkpoint.step} steps: nothing to do"
+        print(done, file=sys.stderr)
+        return metrics_lines(folder / "metrics.jsonl")[-1]
     batch = with_advantages(_read(options.data), options.objective.advantages)
     _check_data(batch, options)
+    batch, left_out = _trainable(batch, options)
     sampler = GroupSampler(
         batch,
         groups_per_step=options.data.groups_per_step,
@@ -88,38 +114,77 @@ def _train(options: RunOptions, device: torch.device, resume: bool) -> dict[str,
     if checkpoint is not None:
         first = checkpoint.step
         load_optimizer(checkpoint, optimizer)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    log = RunLog(run_dir, total_steps=options.train.steps, first_step=first)
-    log.note(f"harts {harts.__version__}: {_describe(options, model, batch, first)}")
+    run = _Run(options, config, folder, sampler, model, optimizer)
+    with alone_in(folder):
+        log = RunLog(folder, total_steps=options.train.steps, first_step=first)
+        log.note(f"harts {harts.__version__}: {_describe(options, model, batch, first)}")
+        for note in (*notes, *left_out):
+            log.note(note)
+        return _all_steps(run, log, first, stop)
 
-    metrics: dict[str, Any] = {"step": first}
+
+def _all_steps(run: _Run, log: RunLog, first: int, stop: StopSignal) -> dict[str, Any]:
+    options = run.options
+    metrics: dict[str, Any] = {}
     for number in range(first, options.train.steps):
-        started = time.perf_counter()
-        restart_peak_memory(device)
-        plan = plan_step(
-            sampler.step(number),
-            options.plan.capacity,
-            chunk_size=options.plan.chunk_size,
-            planner=options.plan.planner,
-            over_capacity=options.plan.over_capacity,
-        )
-        optimizer.zero_grad()
-        result = accumulate_gradients(model, plan, options.objective, log.progress)
-        grad_norm = optimizer.clip_gradients(options.train.max_grad_norm)
-        optimizer.step(_learning_rate(options, number))
-        if options.objective.expert_bias_rate and result.loads is not None:
-            _update_biases(model, result.loads, options.objective.expert_bias_rate)
-        metrics = {"step": number + 1, **_measured(result, grad_norm)}  # waits for the device
-        metrics |= _sizes(plan, seconds=time.perf_counter() - started)
-        metrics["peak_memory_gib"] = peak_memory_gib(device)
-        metrics["learning_rate"] = _learning_rate(options, number)
+        metrics = _one_step(run, log, number)
         log.step(metrics)
-        last = number + 1 == options.train.steps
-        if last or (number + 1) % options.output.checkpoint_every == 0:
+        done = number + 1
+        due = done == options.train.steps or done % options.output.checkpoint_every == 0
+        if due or stop.received:
             save_checkpoint(
-                run_dir, number + 1, hf_model, optimizer, config, keep=options.output.keep
+                run.folder,
+                done,
+                run.model.model,
+                run.optimizer,
+                run.config,
+                keep=options.output.keep,
             )
+        if stop.received and done < options.train.steps:
+            log.note(f"stopped after step {done}, with a checkpoint; go on with --resume")
+            raise KeyboardInterrupt
     return metrics
+
+
+def _one_step(run: _Run, log: RunLog, number: int) -> dict[str, Any]:
+    """Metrics of a step, numbered from 0, once its update has run."""
+    options, device = run.options, run.model.device
+    started = time.perf_counter()
+    restart_peak_memory(device)
+    plan = plan_step(
+        run.sampler.step(number),
+        options.plan.capacity,
+        chunk_size=options.plan.chunk_size,
+        planner=options.plan.planner,
+        over_capacity=options.plan.over_capacity,
+    )
+    run.optimizer.zero_grad()
+    result = accumulate_gradients(run.model, plan, options.objective, log.progress)
+    grad_norm = run.optimizer.clip_gradients(options.train.max_grad_norm)
+    measured = _measured(result, grad_norm)  # waits for the device
+    _check_finite(measured, number + 1, options)
+    run.optimizer.step(_learning_rate(options, number))
+    if options.objective.expert_bias_rate and result.loads is not None:
+        _update_biases(run.model, result.loads, options.objective.expert_bias_rate)
+    wait_for(device)
+    return {
+        "step": number + 1,
+        **measured,
+        **_sizes(plan, seconds=time.perf_counter() - started),
+        "peak_memory_gib": peak_memory_gib(device),
+        "learning_rate": _learning_rate(options, number),
+    }
+
+
+def _check_finite(measured: dict[str, Any], step: int, options: RunOptions) -> None:
+    """Before the update: a checkpoint never holds what such a step would make of the weights."""
+    loss, norm = measured["loss"], measured["grad_norm"]
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise TrainingError(
+            f"step {step}: loss is {loss}, the gradients' norm {norm}; nothing was updated and the "
+            f"checkpoints in {options.output.dir} are those before; lower train.learning_rate or "
+            "look at the rollouts of this step, then go on with --resume"
+        )
 
 
 def _read(options: DataOptions) -> TrajectoryBatch:
@@ -134,28 +199,57 @@ def _read(options: DataOptions) -> TrajectoryBatch:
     )
 
 
-def _starting_point(run_dir: Path, config: dict[str, Any], resume: bool) -> Checkpoint | None:
-    """The checkpoint to go on from; None to start anew. Refuses to mix two runs in a folder."""
-    checkpoint = latest_checkpoint(run_dir)
+def _starting_point(
+    folder: Path, config: dict[str, Any], resume: bool
+) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from, None to start anew, and what to say of it.
+
+    Refuses to mix two runs in a folder.
+    """
+    checkpoint = latest_checkpoint(folder)
+    steps = len(metrics_lines(folder / "metrics.jsonl"))
     if not resume:
         if checkpoint is not None:
             raise ConfigError(
-                f"output.dir {run_dir} holds a run of {checkpoint.step} steps; "
+                f"output.dir {folder} holds a run of {checkpoint.step} steps; "
                 "go on with --resume, or choose another folder"
             )
-        return None
+        if steps:
+            raise ConfigError(
+                f"output.dir {folder} holds the metrics of {steps} steps without a checkpoint; "
+                "do them again with --resume, or choose another folder"
+            )
+        return None, []
     if checkpoint is None:
-        return None
+        again = f", and does {steps} steps again" if steps else ""
+        return None, [f"no checkpoint in {folder}: the run starts from the beginning{again}"]
     for section in ("data", "plan", "model", "objective", "train"):
         for key, value in config[section].items():
             before = checkpoint.config[section].get(key, value)  # written before key was known
             if before != value and (section, key) not in _MAY_CHANGE:
                 raise CheckpointError(
-                    f"{section}.{key} is {value!r}, the run in {run_dir} has {before!r}; "
+                    f"{section}.{key} is {value!r}, the run in {folder} has {before!r}; "
                     "resume with the same configuration (only steps, device and recomputation may "
                     "change)"
                 )
-    return checkpoint
+    return checkpoint, []
+
+
+def _trainable(batch: TrajectoryBatch, options: RunOptions) -> tuple[TrajectoryBatch, list[str]]:
+    """The batch without what no step can train on, and a note on what that was."""
+    notes = []
+    capacity, all_of_it = options.plan.capacity, len(batch)
+    batch, too_long = within_capacity(batch, capacity, options.plan.over_capacity)
+    if len(too_long):
+        notes.append(
+            f"left out: {len(too_long)} of {all_of_it} trajectories, longer than the capacity "
+            f"{capacity:,}"
+        )
+    batch, groups = without_unscored_groups(batch)
+    if groups:
+        shown = ", ".join(groups[:10]) + (", ..." if len(groups) > 10 else "")
+        notes.append(f"left out: {len(groups)} groups that score no token ({shown})")
+    return batch, notes
 
 
 def _check_data(batch: TrajectoryBatch, options: RunOptions) -> None:

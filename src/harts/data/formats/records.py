@@ -1,7 +1,7 @@
 """JSON objects of a file, one a line or the whole file one document, with the place of each."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -29,16 +29,30 @@ def read_lines(
     tokens). Raises DataError with file and line for anything that is not one JSON object in UTF-8.
     """
     parse = _parser(parser)
+    is_begun = False
     with open_for_reading(path, progress) as stream:
         for number, line in enumerate(stream, 1):
             source = f"{path.name}:{number}"
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
+            if not is_begun and line.lstrip().startswith(b"["):
+                _refuse_array_over_lines(line, stream, path)
             row = _parse_line(line, source, parse)
             if row is not None:
+                is_begun = True
                 if arrays and b"true" not in line and b"false" not in line:
                     row = {name: _as_array(value) for name, value in row.items()}
                 yield row, source
+
+
+def _refuse_array_over_lines(first: bytes, rest: Iterable[bytes], path: Path) -> None:
+    """Raise if the file is one array that begins on this line and ends on the last one."""
+    last = b""
+    for line in rest:
+        last = line if line.strip() else last
+    if last.rstrip().endswith(b"]") and not first.rstrip().endswith(b"]"):
+        advice = f"write one object a line (jq -c '.[]' {path.name} does)"
+        fail(path.name, "the file is a JSON array, not JSON lines", advice)
 
 
 def _as_array(value: Any) -> Any:
