@@ -6,7 +6,7 @@ from html import unescape
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harts.report.markup import Markup, number, share, tag
@@ -104,6 +104,7 @@ def test_counts_are_grouped() -> None:
 
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-9, 1e9), st.integers(1, 8))
+@example(360287971.0, 5.960464477539063e-08, 3)
 def test_ticks_are_few_ascending_and_inside(low: float, width: float, most: int) -> None:
     high = low + width
     found = ticks(low, high, most)

@@ -66,8 +66,11 @@ def with_unit(value: float, unit: str) -> str:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers in [low, high], a step of 1, 2 or 5 times a power of ten, `most` or fewer."""
-    if not high > low:
+    """Round numbers in [low, high], a step of 1, 2 or 5 times a power of ten, `most` or fewer.
+
+    One number where floats hardly tell low from high.
+    """
+    if not high - low > 1e-12 * max(abs(low), abs(high)):
         return [low]
     step = 10.0 ** math.floor(math.log10((high - low) / max(1, most)))
     step = next((step * k for k in (1, 2, 5, 10) if (high - low) / (step * k) <= most), step * 20)
