@@ -50,8 +50,24 @@ KERNEL_VARIANTS: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
 }
 VARIANTS = (*KERNEL_VARIANTS, *get_args(Baseline))
-Keep = Callable[..., dict[str, float]]
-"""Adds metrics, and samples by name, to the record and writes it; returns all metrics so far."""
+
+
+class Kept:
+    """The record of one setting, printed and written as it grows: a run may be cut short."""
+
+    def __init__(self, records: list[dict[str, Any]], args: argparse.Namespace) -> None:
+        self._records, self._record, self._args = records, records[-1], args
+        self.metrics: dict[str, float] = self._record["metrics"]
+
+    def add(self, metrics: dict[str, float], samples: dict[str, list[float]] | None = None) -> None:
+        """Metrics, and samples by name."""
+        self.metrics |= metrics
+        self._record["samples"] |= samples or {}
+        for name, value in metrics.items():
+            print(f"{name:32} {value:,.5g}", flush=True)
+        if self._args.out:
+            path = Path(self._args.out) / f"step-{self._args.model}.json"
+            write_records(path, self._records)
 
 
 @dataclass
@@ -82,7 +98,7 @@ def main() -> None:
         for recompute in args.recompute:
             _set_recomputation(model, recompute)
             records.append(_record(model, case, recompute, args))
-            _measure(model, sides, recompute, samples, args, partial(_keep, records, args))
+            _measure(model, sides, recompute, samples, args, Kept(records, args))
     if args.write:
         print(write_result("step", gpu_name(), records))
 
@@ -100,25 +116,25 @@ def _measure(
     recompute: str,
     samples: int,
     args: argparse.Namespace,
-    keep: Keep,
+    kept: Kept,
 ) -> None:
     """Both sides, or the tree alone where they do not fit; then ideal, variants and profile."""
     tree, weights = sides["tree"], _weights(sides["tree"])
-    attempt = partial(_attempt, model, keep)
+    attempt = partial(_attempt, model, kept)
     both = "expanded" in sides and attempt(
-        "both", partial(_compare, model, sides, weights, samples, keep)
+        "both", partial(_compare, model, sides, weights, samples, kept)
     )
     if both:
-        attempt("ideal", partial(_keep_ideal, model, sides, recompute, keep))
-    elif not attempt("tree", partial(_compare, model, {"tree": tree}, weights, samples, keep)):
+        attempt("ideal", partial(_keep_ideal, model, sides, recompute, kept))
+    elif not attempt("tree", partial(_compare, model, {"tree": tree}, weights, samples, kept)):
         return
     for variant in args.variants:
-        attempt(variant, partial(_keep_variant, model, tree, weights, variant, samples, keep))
+        attempt(variant, partial(_keep_variant, model, tree, weights, variant, samples, kept))
     if args.profile:
         _profile(partial(_step, model, tree, weights))
 
 
-def _attempt(model: TreeModel, keep: Keep, stage: str, run: Callable[[], None]) -> bool:
+def _attempt(model: TreeModel, kept: Kept, stage: str, run: Callable[[], None]) -> bool:
     """Whether it fits the memory; kept where not."""
     try:
         run()
@@ -127,7 +143,7 @@ def _attempt(model: TreeModel, keep: Keep, stage: str, run: Callable[[], None]) 
         message = str(error).splitlines()[0][:120]
     # only now are the frames gone that hold the step's tensors
     print(f"{stage}: {message}", flush=True)
-    keep({f"{stage}_out_of_memory": 1.0})
+    kept.add({f"{stage}_out_of_memory": 1.0})
     model.model.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     return False
@@ -138,7 +154,7 @@ def _compare(
     sides: dict[str, Side],
     weights: torch.Tensor,
     samples: int,
-    keep: Keep,
+    kept: Kept,
 ) -> None:
     """A first step of each side, whose results are compared; then samples in turn."""
     log_probs: dict[str, torch.Tensor] = {}
@@ -151,11 +167,11 @@ def _compare(
         print(f"{name}: first step {time.perf_counter() - started:.1f} s", flush=True)
     seconds, peak = _samples(model, sides, weights, samples)
     tree, expanded = sides["tree"], sides.get("expanded")
-    metrics = keep(_tree_metrics(tree, seconds["tree"], peak["tree"]), seconds)
+    kept.add(_tree_metrics(tree, seconds["tree"], peak["tree"]), seconds)
     if expanded is not None:
-        keep(_expanded_metrics(expanded, seconds["expanded"], peak["expanded"]))
-        keep(_agreement(tree, log_probs, gradients))
-        keep(_speedups(tree, metrics))
+        kept.add(_expanded_metrics(expanded, seconds["expanded"], peak["expanded"]))
+        kept.add(_agreement(tree, log_probs, gradients))
+        kept.add(_speedups(tree, kept.metrics))
 
 
 def _record(
@@ -169,23 +185,6 @@ def _record(
         "metrics": {},
         "samples": {},
     }
-
-
-def _keep(
-    records: list[dict[str, Any]],
-    args: argparse.Namespace,
-    metrics: dict[str, float],
-    samples: dict[str, list[float]] | None = None,
-) -> dict[str, float]:
-    """Add to the last record, print and write it, since a run may be cut short; all its metrics."""
-    kept: dict[str, float] = records[-1]["metrics"]
-    kept |= metrics
-    records[-1]["samples"] |= samples or {}
-    for name, value in metrics.items():
-        print(f"{name:32} {value:,.5g}", flush=True)
-    if args.out:
-        write_records(Path(args.out) / f"step-{args.model}.json", records)
-    return kept
 
 
 def _attached(args: argparse.Namespace) -> TreeModel:
@@ -306,8 +305,8 @@ def _speedups(tree: Side, metrics: dict[str, float]) -> dict[str, float]:
     return {"speedup": total / seconds, "core_speedup": total / (seconds + planning)}
 
 
-def _keep_ideal(model: TreeModel, sides: dict[str, Side], recompute: str, keep: Keep) -> None:
-    metrics = keep({})
+def _keep_ideal(model: TreeModel, sides: dict[str, Side], recompute: str, kept: Kept) -> None:
+    metrics = kept.metrics
     ideal = ideal_metrics(
         model,
         sides["tree"].views,
@@ -316,7 +315,7 @@ def _keep_ideal(model: TreeModel, sides: dict[str, Side], recompute: str, keep: 
         row_ratio=metrics["compression"],
         attention_forwards=2 if recompute == "full" else 1,
     )
-    keep(ideal | {"conversion": metrics["speedup"] / ideal["ideal"]})
+    kept.add(ideal | {"conversion": metrics["speedup"] / ideal["ideal"]})
 
 
 def _agreement(
@@ -345,7 +344,7 @@ def _keep_variant(
     weights: torch.Tensor,
     name: str,
     samples: int,
-    keep: Keep,
+    kept: Kept,
 ) -> None:
     """Seconds of the tree step with one operator replaced, after one step to warm up."""
     kernels = model.kernels
@@ -364,7 +363,7 @@ def _keep_variant(
     finally:
         model.kernels = kernels
     metrics[f"{name}_tree_seconds"] = statistics.median(seconds)
-    keep(metrics, {f"{name} tree": seconds})
+    kept.add(metrics, {f"{name} tree": seconds})
 
 
 def _repeats_its_bits(model: TreeModel, run: Callable[[], torch.Tensor]) -> bool:

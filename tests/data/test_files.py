@@ -19,7 +19,7 @@ from harts.errors import DataError
 from tests.data.comparison import assert_equal_batches
 from tests.data.test_trajectory import any_rows, small_row
 
-zstandard = pytest.importorskip("zstandard")  # the GPU tests run where little is installed
+zstandard = pytest.importorskip("zstandard", reason="needs zstandard, which GPU machines may lack")
 
 JSON_SUFFIXES = [".jsonl", ".json", ".ndjson", ".jsonl.gz", ".jsonl.xz", ".jsonl.zst"]
 LINE = b'{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}\n'

@@ -12,7 +12,6 @@ from harts.inspection.decoding import load_decoder
 from harts.inspection.inspect import inspect_batch
 from harts.report.inspect_report import write_inspect_report
 from harts.report.page import check_destination
-from harts.report.text import counted
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,16 +27,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"file": str(args.file)} | found.to_dict(), allow_nan=False))
     else:
         print(inspection_text(found))
-        if found.scored_again:
-            print(f"\nscored again       {_scored_again(found.scored_again)}")
         if args.report is not None:
             print(f"\nreport             {args.report}")
     return 0
-
-
-def _scored_again(tokens: int) -> str:
-    are = "is" if tokens == 1 else "are"
-    return (
-        f"{counted(tokens, 'token')} {are} scored in several trajectories of the same rollout: "
-        "each counts as often; mask them in all but one"
-    )

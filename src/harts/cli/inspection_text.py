@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from harts.cli.output import Rows, aligned, percent
+from harts.data.values import some_of
 from harts.inspection.result import (
     BREAK_MEANINGS,
     BreakClass,
@@ -30,6 +31,8 @@ def inspection_text(found: Inspection) -> str:
         paragraphs.append(_tasks_text(found))
     paragraphs.append(_segments_text("forks above", found.by_depth))
     paragraphs.append(_segments_text("branches at the end", found.by_fan_out))
+    if found.scored_again:
+        paragraphs.append(f"scored again       {_scored_again(found.scored_again)}")
     return "\n\n".join(paragraphs)
 
 
@@ -79,15 +82,22 @@ def _counts(found: Inspection) -> str:
     return " ".join(parts)
 
 
+def _scored_again(tokens: int) -> str:
+    are = "is" if tokens == 1 else "are"
+    return (
+        f"{counted(tokens, 'token')} {are} scored in several trajectories of the same rollout: "
+        "each counts as often; mask them in all but one"
+    )
+
+
 def _over_capacity(found: Inspection) -> str:
     over = found.trajectories.over_capacity
     if not over:
         return f"none (--capacity {found.capacity:,})"
-    names = ", ".join(f"{entry.name} with {entry.tokens:,}" for entry in over[:3])
-    more = f" and {len(over) - 3:,} more" if len(over) > 3 else ""
+    names = some_of([f"{entry.name} with {entry.tokens:,}" for entry in over], 3)
     return (
         f"{counted(len(over), 'trajectory', 'trajectories')} longer than {found.capacity:,} "
-        f"tokens: {names}{more}"
+        f"tokens: {names}"
     )
 
 

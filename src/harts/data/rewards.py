@@ -23,7 +23,7 @@ from harts.data.reward_files import (
     rewards_of_mapping,
 )
 from harts.data.trajectory import TrajectoryBatch
-from harts.data.values import Array, describe, fail
+from harts.data.values import Array, describe, fail, some_of
 from harts.errors import ConfigError, DataError
 
 _SHOWN = 3
@@ -188,5 +188,4 @@ def _texts(values: Array) -> Texts:
 
 
 def _listed(groups: Collection[str | None]) -> str:
-    shown = ", ".join("null" if g is None else g for g in list(groups)[:_SHOWN])
-    return shown if len(groups) <= _SHOWN else f"{shown} and {len(groups) - _SHOWN:,} more"
+    return some_of(["null" if group is None else group for group in groups], _SHOWN)

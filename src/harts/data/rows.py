@@ -27,6 +27,7 @@ from harts.data.values import (
     fail,
     is_sequence,
     refuse_nan,
+    some_of,
     to_array,
     to_mask,
     to_tokens,
@@ -120,8 +121,7 @@ def _prompt_and_response(row: Row, where: str) -> tuple[dict[str, Any], set[str]
 def _fail_without_tokens(row: Row, found: str | None, where: str) -> NoReturn:
     """Say what the row has instead, and what of it was probably meant. found: one half of it."""
     present = sorted(row, key=lambda name: name != found)
-    more = f" and {len(present) - _SHOWN} more" if len(present) > _SHOWN else ""
-    only = f"only {', '.join(present[:_SHOWN])}{more}" if present else "the row is empty"
+    only = f"only {some_of(present, _SHOWN)}" if present else "the row is empty"
     problem = f"there are no input_ids, {only}"
     for prompt, response, origin in _TEXTS:
         if isinstance(row.get(prompt), str) and isinstance(row.get(response), str):

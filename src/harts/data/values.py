@@ -37,6 +37,12 @@ def describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+def some_of(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
+
+
 def is_sequence(value: object) -> bool:
     """Lists, tuples, ranges and whatever numpy sees as an array of at least one dimension."""
     if isinstance(value, list | tuple | range):

@@ -7,7 +7,7 @@ import numpy as np
 from harts.data.trajectory import TrajectoryBatch
 from harts.inspection.breaks import find_breaks, named
 from harts.inspection.classify import Decode
-from harts.inspection.paths import trie_paths
+from harts.inspection.paths import scored_paths
 from harts.inspection.result import Inspection, Trajectories
 from harts.inspection.scored_again import scored_again
 from harts.inspection.shape import by_depth, by_fan_out, forest_shape
@@ -93,7 +93,6 @@ def _repetitions(order: TrajectoryOrder) -> tuple[int, int]:
 def _head_rows(batch: TrajectoryBatch, order: TrajectoryOrder) -> int:
     """Rows whose next token some trajectory scores."""
     is_needed = np.zeros(int(order.new_rows.sum()), np.bool_)
-    for trajectory, path in zip(order.ids.tolist(), trie_paths(order), strict=True):
-        begin, end = batch.offsets[trajectory : trajectory + 2].tolist()
-        is_needed[path.rows(np.flatnonzero(batch.loss_mask[begin:end]) - 1)] = True
+    for _, path, scored in scored_paths(batch, order):
+        is_needed[path.rows(scored - 1)] = True
     return int(is_needed.sum())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from harts.data.trajectory import TrajectoryBatch
 from harts.tree.order import Ints, TrajectoryOrder
 
 
@@ -41,3 +42,12 @@ def trie_paths(order: TrajectoryOrder) -> Iterator[TriePath]:
             row.append(next_row)
             next_row += length - shared
         yield TriePath(np.array(start, np.int64), np.array(row, np.int64))
+
+
+def scored_paths(
+    batch: TrajectoryBatch, order: TrajectoryOrder
+) -> Iterator[tuple[int, TriePath, Ints]]:
+    """(trajectory, its path, its scored positions) at each place of the order."""
+    for trajectory, path in zip(order.ids.tolist(), trie_paths(order), strict=True):
+        begin, end = batch.offsets[trajectory : trajectory + 2].tolist()
+        yield trajectory, path, np.flatnonzero(batch.loss_mask[begin:end])

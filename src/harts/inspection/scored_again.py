@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from harts.data.trajectory import TrajectoryBatch
-from harts.inspection.paths import trie_paths
+from harts.inspection.paths import scored_paths
 from harts.tree.order import Ints, TrajectoryOrder
 
 
@@ -21,10 +21,8 @@ def scored_again(
     many trajectories score it. O(S log S) for S scored tokens.
     """
     rows_of_rollout: dict[tuple[str, str], list[Ints]] = {}
-    for trajectory, path in zip(order.ids.tolist(), trie_paths(order), strict=True):
-        begin, end = batch.offsets[trajectory : trajectory + 2].tolist()
-        rows = path.rows(np.flatnonzero(batch.loss_mask[begin:end]))
-        rows_of_rollout.setdefault(rollouts[trajectory], []).append(rows)
+    for trajectory, path, scored in scored_paths(batch, order):
+        rows_of_rollout.setdefault(rollouts[trajectory], []).append(path.rows(scored))
     again = 0
     for parts in rows_of_rollout.values():
         if len(parts) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -44,6 +45,10 @@ def within_capacity(
 
 def dropped_text(batch: TrajectoryBatch, dropped: Ints) -> str:
     """What was dropped, for people: "8 of 20: name, name, ..." with at most ten names."""
-    names = [batch.name_of(i) for i in dropped[:MOST_NAMES].tolist()]
-    more = ", ..." if len(dropped) > MOST_NAMES else ""
-    return f"{len(dropped):,} of {len(batch):,}: {', '.join(names)}{more}"
+    names = [batch.name_of(i) for i in dropped.tolist()]
+    return f"{len(dropped):,} of {len(batch):,}: {first_names(names)}"
+
+
+def first_names(names: Sequence[str]) -> str:
+    """At most ten, and dots for the others."""
+    return ", ".join(names[:MOST_NAMES]) + (", ..." if len(names) > MOST_NAMES else "")

@@ -60,8 +60,7 @@ class PlanOptions:
     sharing: Literal["tree", "expanded"] = "tree"
 
     def __post_init__(self) -> None:
-        if self.capacity < 1:
-            raise ConfigError(f"plan.capacity is {self.capacity}; give at least 1")
+        _require_at_least_one("plan.capacity", self.capacity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +118,7 @@ class TrainOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"train.steps is {self.steps}; give at least 1")
+        _require_at_least_one("train.steps", self.steps)
         for name in ("learning_rate", "weight_decay", "warmup_steps"):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
@@ -157,9 +155,8 @@ class OutputOptions:
     keep: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint_every", "keep"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"output.{name} is {getattr(self, name)}; give at least 1")
+        _require_at_least_one("output.checkpoint_every", self.checkpoint_every)
+        _require_at_least_one("output.keep", self.keep)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,3 +169,8 @@ class RunOptions:
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
+
+
+def _require_at_least_one(key: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{key} is {value}; give at least 1")

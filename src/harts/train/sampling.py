@@ -31,16 +31,12 @@ class GroupSampler:
         seed: int,
         expanded: bool = False,
     ) -> None:
-        name = find(batch.trajectory_fields, "group_id")
-        if name is None:
-            if groups_per_step is not None:
-                raise DataError(
-                    "data.groups_per_step is set, but the rollouts have no group_id; "
-                    "add the field or leave the option out"
-                )
-            groups = np.zeros(len(batch), np.int64)
-        else:
-            groups = _codes(batch.trajectory_fields[name].tolist())
+        if groups_per_step is not None and find(batch.trajectory_fields, "group_id") is None:
+            raise DataError(
+                "data.groups_per_step is set, but the rollouts have no group_id; "
+                "add the field or leave the option out"
+            )
+        groups = _codes(_groups_of(batch))
         self._members = [np.flatnonzero(groups == g) for g in range(int(groups.max()) + 1)]
         if groups_per_step is not None and not 1 <= groups_per_step <= len(self._members):
             raise ConfigError(
@@ -69,8 +65,7 @@ def without_unscored_groups(batch: TrajectoryBatch) -> tuple[TrajectoryBatch, li
 
     DataError where nothing would be left.
     """
-    name = find(batch.trajectory_fields, "group_id")
-    values = batch.trajectory_fields[name].tolist() if name else [0] * len(batch)
+    values = _groups_of(batch)
     groups = _codes(values)
     scored = np.zeros(int(groups.max()) + 1, np.int64)
     np.add.at(scored, np.repeat(groups, batch.lengths), batch.loss_mask)
@@ -107,6 +102,12 @@ def with_advantages(batch: TrajectoryBatch, source: str) -> TrajectoryBatch:
         position_fields=position_fields,
         trajectory_fields={**trajectory_fields, "advantages": make(batch)},
     )
+
+
+def _groups_of(batch: TrajectoryBatch) -> list[object]:
+    """The group of each trajectory; one for all where the field is absent."""
+    name = find(batch.trajectory_fields, "group_id")
+    return [0] * len(batch) if name is None else batch.trajectory_fields[name].tolist()
 
 
 def _codes(values: list[object]) -> npt.NDArray[np.int64]:

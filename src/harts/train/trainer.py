@@ -24,7 +24,7 @@ from harts.errors import CheckpointError, ConfigError, DataError, TrainingError
 from harts.models.load import load_model
 from harts.models.tree_model import TreeModel, attach
 from harts.ops.kept_results import KEEPING
-from harts.plan.over_capacity import within_capacity
+from harts.plan.over_capacity import first_names, within_capacity
 from harts.plan.planner import plan_step
 from harts.plan.step_plan import StepPlan
 from harts.rl.moe_losses import update_expert_bias
@@ -85,7 +85,6 @@ def _train(
         print(done, file=sys.stderr)
         return metrics_lines(folder / "metrics.jsonl")[-1]
     batch = with_advantages(_read(options.data), options.objective.advantages)
-    _check_data(batch, options)
     batch, left_out = _trainable(batch, options)
     sampler = GroupSampler(
         batch,
@@ -156,7 +155,6 @@ def _one_step(run: _Run, log: RunLog, number: int) -> dict[str, Any]:
         options.plan.capacity,
         chunk_size=options.plan.chunk_size,
         planner=options.plan.planner,
-        over_capacity=options.plan.over_capacity,
     )
     run.optimizer.zero_grad()
     result = accumulate_gradients(run.model, plan, options.objective, log.progress)
@@ -236,10 +234,14 @@ def _starting_point(
 
 
 def _trainable(batch: TrajectoryBatch, options: RunOptions) -> tuple[TrajectoryBatch, list[str]]:
-    """The batch without what no step can train on, and a note on what that was."""
+    """The batch without what no step can train on, and a note on what that was.
+
+    Refuses, before anything is loaded or written, what the first step would refuse.
+    """
     notes = []
     capacity, all_of_it = options.plan.capacity, len(batch)
     batch, too_long = within_capacity(batch, capacity, options.plan.over_capacity)
+    _check_fields(batch, options)
     if len(too_long):
         notes.append(
             f"left out: {len(too_long)} of {all_of_it} trajectories, longer than the capacity "
@@ -247,15 +249,11 @@ def _trainable(batch: TrajectoryBatch, options: RunOptions) -> tuple[TrajectoryB
         )
     batch, groups = without_unscored_groups(batch)
     if groups:
-        shown = ", ".join(groups[:10]) + (", ..." if len(groups) > 10 else "")
-        notes.append(f"left out: {len(groups)} groups that score no token ({shown})")
+        notes.append(f"left out: {len(groups)} groups that score no token ({first_names(groups)})")
     return batch, notes
 
 
-def _check_data(batch: TrajectoryBatch, options: RunOptions) -> None:
-    """Refuse before anything is loaded or written what the first step would refuse."""
-    if options.plan.over_capacity == "error":
-        within_capacity(batch, options.plan.capacity, "error")
+def _check_fields(batch: TrajectoryBatch, options: RunOptions) -> None:
     fields = {**batch.position_fields, **batch.trajectory_fields}
     if options.objective.name != "sft" and find(fields, "advantages") is None:
         present = ", ".join(sorted(fields)) or "none"
@@ -310,7 +308,7 @@ def _update_biases(model: TreeModel, loads: torch.Tensor, rate: float) -> None:
 
 
 def _measured(result: StepResult, grad_norm: torch.Tensor) -> dict[str, Any]:
-    """Everything that was computed on the device; returns when the step is done there."""
+    """Everything that was computed on the device; returns when the gradients are done there."""
     metrics = {
         "loss": result.loss,
         "policy_loss": result.policy_loss,
