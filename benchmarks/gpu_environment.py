@@ -14,7 +14,7 @@ def gpu_environment() -> dict[str, Any]:
     import triton
 
     found = {}
-    for package in ("fla-core", "flash-attn-4", "nvidia-cutlass-dsl"):
+    for package in ("fla-core", "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

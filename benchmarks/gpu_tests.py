@@ -93,7 +93,11 @@ def _run(args: argparse.Namespace, outcomes: dict[str, str]) -> tuple[int, list[
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.workers))},
+        env=os.environ
+        | {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.workers)),
+            "COLUMNS": "240",  # pytest names the error behind a failure where the line has room
+        },
     )
     stop = threading.Timer(args.limit, os.killpg, (process.pid, signal.SIGKILL))
     stop.start()
@@ -125,7 +129,7 @@ def read_outcome(line: str) -> tuple[str, str]:
     behind = _OUTCOME_BEHIND.match(line)
     if behind:
         return behind[1], behind[2]
-    before = _OUTCOME.search(line) if line.startswith("[gw") else None
+    before = _OUTCOME.search(line) if "[gw" in line else None  # behind what a test wrote, too
     return (before[2], before[1]) if before else ("", "")
 
 

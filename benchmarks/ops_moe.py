@@ -1,12 +1,13 @@
-"""The MoE block on one GPU: fused beside transformers' with grouped_mm experts.
+"""The MoE block on one GPU: fused, with either kind of experts, beside transformers' own.
 
     python benchmarks/ops_moe.py                 # 65,536 rows, 8 of 128 experts, bfloat16, table
     python benchmarks/ops_moe.py --write         # and the JSON in benchmarks/results
 
-Both sides are one block of the same weights: router, experts and shared expert. "both" is forward
-and backward, "recomputed" the same under non-reentrant checkpointing. Samples of all sides
-alternate in one process and are timed by CUDA events. "gemm" is the grouped products alone, what
-no arrangement around them can beat; "part" is one kernel or step of the fused side.
+All sides are one block of the same weights: router, experts and shared expert. "gathered" and
+"grouped" are the implementations of the experts; "original" runs transformers' grouped_mm experts.
+"both" is forward and backward, "recomputed" the same under non-reentrant checkpointing. Samples of
+all sides alternate in one process and are timed by CUDA events. "gemm" is the products of the
+experts alone; "part" is one kernel or step around them.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.bailing_hybrid import modeling_bailing_hybrid as hf
 from transformers.models.bailing_hybrid.configuration_bailing_hybrid import BailingHybridConfig
 
-from harts.models.fused.moe import fused_moe
+from harts.models.fused.moe import expert_adapters, fused_moe
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
@@ -35,6 +36,7 @@ from gpu_timing import alternate
 from results_file import gpu_name, settings, write_result
 
 Side = Callable[[], object]
+IMPLEMENTATIONS = ("gathered", "grouped")
 
 
 def main() -> None:
@@ -44,25 +46,29 @@ def main() -> None:
         sys.exit("benchmarks/ops_moe.py measures on a GPU, and torch finds none")
     torch.manual_seed(args.seed)
     original = _block(args)
-    fused = _adapted(original)
+    blocks = {name: _adapted(original, name) for name in IMPLEMENTATIONS} | {"original": original}
     hidden, d_output = (
         torch.randn(1, args.rows, args.width, device="cuda", dtype=torch.bfloat16) for _ in range(2)
     )
     hidden.requires_grad_()
-    metrics = _first_calls({"fused": fused, "original": original}, hidden, d_output)
-    sides = _block_sides("fused", fused, hidden, d_output)
-    sides |= _block_sides("original", original, hidden, d_output)
+    metrics = _first_calls(blocks, hidden, d_output)
+    sides: dict[str, Side] = {}
+    for name, block in blocks.items():
+        sides |= _block_sides(name, block, hidden, d_output)
     samples = alternate(sides, args.samples)
-    samples |= alternate(_part_sides(fused, hidden[0].detach(), d_output[0]), args.samples)
+    parts = _part_sides(blocks["grouped"], hidden[0].detach(), d_output[0])
+    samples |= alternate(parts, args.samples)
     for name, milliseconds in samples.items():
         metrics[f"{name}_ms"] = statistics.median(milliseconds)
         metrics[f"{name}_ms_spread"] = max(milliseconds) - min(milliseconds)
     flops = 6 * args.rows * args.top_k * args.width * args.inner
-    for phase, times in (("forward", 1), ("backward", 2)):
-        metrics[f"gemm_{phase}_tflops"] = times * flops / metrics[f"gemm_{phase}_ms"] / 1e9
-    for phase in ("forward", "both", "recomputed"):
-        ratio = metrics[f"original_{phase}_ms"] / metrics[f"fused_{phase}_ms"]
-        metrics[f"original_over_fused_{phase}"] = ratio
+    for name in IMPLEMENTATIONS:
+        for phase, times in (("forward", 1), ("backward", 2)):
+            tflops = times * flops / metrics[f"gemm_{name}_{phase}_ms"] / 1e9
+            metrics[f"gemm_{name}_{phase}_tflops"] = tflops
+        for phase in ("forward", "both", "recomputed"):
+            ratio = metrics[f"original_{phase}_ms"] / metrics[f"{name}_{phase}_ms"]
+            metrics[f"original_over_{name}_{phase}"] = ratio
     for name, value in metrics.items():
         print(f"  {name:34} {value:.5g}")
     if args.write:
@@ -99,9 +105,9 @@ def _block(args: argparse.Namespace) -> nn.Module:
     return block
 
 
-def _adapted(block: nn.Module) -> nn.Module:
+def _adapted(block: nn.Module, experts: str) -> nn.Module:
     """The same parameters under the adapters."""
-    table = fused_moe(hf)
+    table = fused_moe(hf) | expert_adapters(hf, experts)
     fused = copy.deepcopy(block, {id(p): p for p in block.parameters()})
     for module in fused.modules():
         module.__class__ = table.get(type(module), type(module))
@@ -123,8 +129,10 @@ def _first_calls(
         _both(block, hidden, d_output)
         metrics[f"{name}_peak_gib"] = (torch.cuda.max_memory_allocated() - held) / 2**30
         outputs[name] = block(hidden).detach().float()
-    difference = (outputs["fused"] - outputs["original"]).norm() / outputs["original"].norm()
-    return metrics | {"relative_difference": difference.item()}
+    for name in IMPLEMENTATIONS:
+        difference = (outputs[name] - outputs["original"]).norm() / outputs["original"].norm()
+        metrics[f"{name}_relative_difference"] = difference.item()
+    return metrics
 
 
 def _both(block: nn.Module, hidden: torch.Tensor, d_output: torch.Tensor) -> object:
@@ -146,33 +154,35 @@ def _block_sides(
 
 
 def _part_sides(block: Any, hidden: torch.Tensor, d_output: torch.Tensor) -> dict[str, Side]:
-    """The grouped products, and each step around them, on the routing of the block."""
+    """The products of both kinds, and each step around them, on the routing of the block."""
     from harts.ops.moe import permutation, router, router_kernels, swiglu_kernels
+    from harts.ops.moe.experts import products_of
 
     gate, experts = block.gate, block.experts
     with torch.no_grad():
         logits, weights, indices = gate(hidden)
-        gate_up_proj, down_proj = experts.gate_up_proj, experts.down_proj
+        gate_up_proj, down_proj = experts.gate_up_proj.detach(), experts.down_proj.detach()
         plan = permutation.plan_pairs(indices, len(gate_up_proj))
-        pair, position, ends = plan.pair_of_position, plan.position_of_pair, plan.expert_ends
-        rows = permutation.spread_rows(hidden, position)
-        d_rows = permutation.spread_rows(d_output, position)
-        gate_up = F.grouped_mm(rows, gate_up_proj.mT, offs=ends)
-        act = swiglu_kernels.weighted_swiglu(gate_up, weights, pair)
+        pair, position = plan.pair_of_position, plan.position_of_pair
     leaves = (hidden.clone().requires_grad_(), gate.weight)
     exact_logits = router.router_logits(*leaves)
-
-    @torch.no_grad()
-    def gemm_forward() -> None:
-        F.grouped_mm(rows, gate_up_proj.mT, offs=ends)
-        F.grouped_mm(act, down_proj.mT, offs=ends)
-
-    @torch.no_grad()
-    def gemm_backward() -> None:
-        F.grouped_mm(d_rows, down_proj, offs=ends)
-        F.grouped_mm(d_rows.t(), act, offs=ends)
-        F.grouped_mm(gate_up.t(), rows, offs=ends)
-        F.grouped_mm(gate_up, gate_up_proj, offs=ends)
+    sides: dict[str, Side] = {}
+    for name in IMPLEMENTATIONS:
+        products = products_of(name)
+        rows, d_rows = (products.rows_of_pairs(x, plan) for x in (hidden, d_output))
+        gate_up = products.times(rows, gate_up_proj.mT, plan)
+        act = swiglu_kernels.weighted_swiglu(gate_up, weights, pair)
+        sides |= {
+            f"gemm_{name}_gate_up": partial(products.times, rows, gate_up_proj.mT, plan),
+            f"gemm_{name}_down": partial(products.times, act, down_proj.mT, plan),
+            f"gemm_{name}_d_act": partial(products.times, d_rows, down_proj, plan),
+            f"gemm_{name}_d_down": partial(products.outer, d_rows, act, plan),
+            f"gemm_{name}_d_gate_up": partial(products.transposed_outer, rows, gate_up, plan),
+            f"gemm_{name}_d_rows": partial(products.times, gate_up, gate_up_proj, plan),
+        }
+        sides[f"gemm_{name}_forward"] = _all(sides, name, "gate_up", "down")
+        sides[f"gemm_{name}_backward"] = _all(sides, name, "d_act", "d_down", "d_gate_up", "d_rows")
+    d_rows = permutation.spread_rows(d_output, position)
 
     options = dict(
         top_k=gate.top_k,
@@ -183,9 +193,7 @@ def _part_sides(block: Any, hidden: torch.Tensor, d_output: torch.Tensor) -> dic
     )
     bias = gate.e_score_correction_bias
     backward_options = dict(softmax=False, normalise=True, scaling=gate.routed_scaling_factor)
-    return {
-        "gemm_forward": gemm_forward,
-        "gemm_backward": gemm_backward,
+    return sides | {
         "part_logits": lambda: router.router_logits(hidden, gate.weight.detach()),
         "part_logits_backward": lambda: torch.autograd.grad(
             exact_logits, leaves, logits, retain_graph=True
@@ -202,6 +210,14 @@ def _part_sides(block: Any, hidden: torch.Tensor, d_output: torch.Tensor) -> dic
             gate_up, weights, pair, act
         ),
     }
+
+
+def _all(sides: dict[str, Side], name: str, *products: str) -> Side:
+    def run() -> None:
+        for product in products:
+            sides[f"gemm_{name}_{product}"]()
+
+    return run
 
 
 def _arguments() -> argparse.Namespace:

@@ -33,6 +33,7 @@ import step
         ("tests/a/test_b.py::test_c[1] PASSED     [ 5%]", "tests/a/test_b.py::test_c[1]", 1),
         ("tests/a/test_b.py::test_c SKIPPED (needs it) [ 5%]", "tests/a/test_b.py::test_c", 2),
         ("[gw0] [100%] FAILED tests/a/test_b.py::test_c ", "tests/a/test_b.py::test_c", 3),
+        ("a warning[gw1] [ 5%] PASSED tests/a/test_b.py::test_c ", "tests/a/test_b.py::test_c", 1),
         ("ERROR tests/a/test_b.py - ImportError while importing test", "tests/a/test_b.py", 4),
         ("ERROR tests/a/test_b.py", "tests/a/test_b.py", 4),
         ("1.20s call     tests/a/test_b.py::test_c", "", 0),

@@ -38,8 +38,16 @@ def run(module: Any, dtype: torch.dtype) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_gives_the_bits_of_the_original(family: str, dtype: torch.dtype) -> None:
-    want, got = (run(module, dtype) for module in original_and_adapted(family))
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want, strict=True))
+    """But the gradient of the rows: its second part is added before it is rounded."""
+    original, adapted = original_and_adapted(family)
+    (y, d_x, *d_weights), (our_y, our_d_x, *our_d_weights) = (
+        run(module, dtype) for module in (original, adapted)
+    )
+    _, exact, *_ = run(original.double(), torch.float64)
+    assert torch.equal(our_y, y)
+    assert all(map(torch.equal, our_d_weights, d_weights))
+    rounding = torch.finfo(dtype).eps * exact.norm()
+    assert (our_d_x - exact).norm() <= 1.1 * (d_x - exact).norm() + rounding
 
 
 @pytest.mark.parametrize("family", FAMILIES)

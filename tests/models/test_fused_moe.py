@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,9 +19,13 @@ import torch.utils.checkpoint
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import harts
 from harts.errors import ConfigError
-from harts.models.fused.moe import fused_moe
+from harts.models.families import family_of
+from harts.models.fused.adapters import fused_experts
+from harts.models.fused.moe import Experts, expert_adapters, fused_moe
 from harts.models.presets import tiny_model
+from harts.ops.moe.api import ExpertsImplementation
 from tests.oracles import float64_throughout
 
 FAMILIES = {
@@ -33,6 +39,8 @@ families = pytest.mark.parametrize(
 )
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 HIDDEN = 64
+EXPERTS: ExpertsImplementation = "grouped"
+"""What stands for the experts, unless a test says otherwise."""
 
 
 @pytest.fixture
@@ -40,12 +48,18 @@ def plain_twins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from harts.models.fused import moe
 
     monkeypatch.setattr(moe._Fused, "implementation", "reference")
+    monkeypatch.setattr(f"{__name__}.EXPERTS", "reference")
     yield
 
 
-def adapters(model_type: str) -> dict[type, type]:
+def module_of(model_type: str) -> ModuleType:
     family = FAMILIES[model_type]
-    return fused_moe(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
+    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+
+
+def adapters(model_type: str, experts: ExpertsImplementation | None = None) -> dict[type, type]:
+    module = module_of(model_type)
+    return fused_moe(module) | expert_adapters(module, experts or EXPERTS)
 
 
 def block_of(model_type: str, **changes: Any) -> nn.Module:
@@ -62,9 +76,11 @@ def block_of(model_type: str, **changes: Any) -> nn.Module:
     return block
 
 
-def adapted(block: nn.Module, model_type: str) -> nn.Module:
+def adapted(
+    block: nn.Module, model_type: str, experts: ExpertsImplementation | None = None
+) -> nn.Module:
     """A copy with every class replaced in place, as `attach` does."""
-    block, table = copy.deepcopy(block), adapters(model_type)
+    block, table = copy.deepcopy(block), adapters(model_type, experts)
     replaced = [module for module in block.modules() if type(module) in table]
     assert len(replaced) == 3  # router, experts, block
     for module in replaced:
@@ -163,7 +179,30 @@ def test_names_of_parameters_and_buffers_stay(model_type: str) -> None:
 
 
 def test_families_without_moe_have_no_adapters() -> None:
-    assert fused_moe(importlib.import_module("transformers.models.llama.modeling_llama")) == {}
+    module = importlib.import_module("transformers.models.llama.modeling_llama")
+    assert fused_moe(module) == {}
+    assert fused_experts(module) == {"grouped": {}, "gathered": {}}
+
+
+@families
+def test_experts_are_chosen_apart_and_attaching_again_changes_them(model_type: str) -> None:
+    model: Any = tiny_model(model_type, vocab_size=16)
+    family = family_of(model_type)
+    for experts in ("grouped", "eager", "grouped"):
+        kernels: Any = harts.Kernels(experts=experts)
+        if experts != "eager" and importlib.util.find_spec("triton") is None:
+            with pytest.raises(ConfigError, match="experts='grouped': fast kernels need Triton"):
+                harts.attach(model, kernels=kernels)
+            continue
+        harts.attach(model, kernels=kernels)
+        kinds = {type(m) for m in model.modules() if isinstance(m, family_experts(family))}
+        wanted = family.experts.get(experts, {})
+        assert kinds == (set(wanted.values()) or set(family_experts(family)))
+        assert {issubclass(kind, Experts) for kind in kinds} == {experts != "eager"}
+
+
+def family_experts(family: Any) -> tuple[type, ...]:
+    return tuple(family.experts["grouped"])
 
 
 @families
@@ -193,7 +232,10 @@ def on_cuda(block: nn.Module) -> nn.Module:
 @pytest.mark.gpu
 @on_gpu
 @families
-def test_on_gpu_the_block_errs_at_most_twice_as_much_as_the_original(model_type: str) -> None:
+@pytest.mark.parametrize("experts", ["grouped", "gathered"])
+def test_on_gpu_the_block_errs_at_most_twice_as_much_as_the_original(
+    model_type: str, experts: ExpertsImplementation
+) -> None:
     """Against float64 of the same bfloat16 values; rows whose choice rounding may flip are left
     out of the comparison by giving them no gradient and no place in the output."""
     block = on_cuda(block_of(model_type))
@@ -210,8 +252,8 @@ def test_on_gpu_the_block_errs_at_most_twice_as_much_as_the_original(model_type:
     hidden = hidden[:, agree].contiguous().requires_grad_()
     d_output = d_output[:, agree].contiguous()
     plain = results(block, hidden, d_output)
-    actual = results(adapted(block, model_type), hidden, d_output)
-    again = results(adapted(block, model_type), hidden, d_output, recomputed=True)
+    actual = results(adapted(block, model_type, experts), hidden, d_output)
+    again = results(adapted(block, model_type, experts), hidden, d_output, recomputed=True)
     with float64_throughout():
         exact = results(wide, hidden.detach().double().requires_grad_(), d_output.double())
     for name, value in actual.items():

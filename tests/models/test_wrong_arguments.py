@@ -56,6 +56,7 @@ def test_a_model_wants_one_microbatch(method: str, given: str) -> None:
         ("convolution", None, "'reference', 'fused'"),
         ("log_probs", "eager", "'reference', 'fused'"),
         ("token_wise", "reference", "'eager', 'fused'"),
+        ("experts", "fused", "'eager', 'grouped', 'gathered'"),
         ("deterministic", "no", "False, True"),
         ("deterministic", 1, "False, True"),
     ],

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from importlib.metadata import PackageNotFoundError
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -104,7 +108,8 @@ def test_tensors_on_the_cpu_are_refused_by_the_fused_operators_in_one_line() -> 
         top_k=2, num_groups=1, kept_groups=1, normalise=True, scaling=1.0, impl="fused"
     )
     calls: list[Any] = [
-        lambda: results(layer, moe_experts, impl="fused"),
+        lambda: results(layer, moe_experts, impl="grouped"),
+        lambda: results(layer, moe_experts, impl="gathered"),
         lambda: router_logits(logits, logits, impl="fused"),
         lambda: sigmoid_top_k(logits, torch.zeros(8), **options),
         lambda: softmax_top_k(logits, top_k=2, normalise=True, impl="fused"),
@@ -115,6 +120,25 @@ def test_tensors_on_the_cpu_are_refused_by_the_fused_operators_in_one_line() -> 
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="impl is 'fast', want one of reference, fused"):
         router_logits(logits, logits, impl="fast")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="impl is 'fused', want one of reference, grouped, ga"):
+        results(layer, moe_experts, impl="fused")
+
+
+@pytest.mark.parametrize("installed", ["0.5.3", None])
+def test_gathered_products_want_the_release_they_were_written_for(installed: str | None) -> None:
+    module = "harts.ops.moe.quack065"
+    answer: Any = (
+        {"return_value": installed} if installed else {"side_effect": PackageNotFoundError}
+    )
+    with (
+        mock.patch("importlib.metadata.version", **answer),
+        mock.patch.dict(sys.modules),
+        pytest.raises(ConfigError, match=r"needs quack-kernels 0\.6\.5, found .*; pip") as caught,
+    ):
+        sys.modules.pop(module, None)
+        importlib.import_module(module)
+    assert f"found {installed or 'none'}; pip install quack-kernels==0.6.5" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_shapes_that_do_not_fit_are_refused_in_one_line() -> None:

@@ -28,10 +28,21 @@ from harts.ops.moe import reference
 if not interpreted():
     pytest.skip("needs Triton with TRITON_INTERPRET=1", allow_module_level=True)
 
-from harts.ops.moe import experts, permutation, router, router_kernels, swiglu_kernels
+from harts.ops.moe import (
+    copied_rows,
+    experts,
+    permutation,
+    router,
+    router_kernels,
+    swiglu_kernels,
+)
 
 EPS = torch.finfo(torch.float32).eps
 pytestmark = pytest.mark.triton
+
+
+def moe_experts(*inputs: torch.Tensor) -> torch.Tensor:
+    return experts.moe_experts(*inputs, copied_rows)
 
 
 def drawn_logits(rows: int, num_experts: int, seed: int = 0) -> torch.Tensor:
@@ -155,7 +166,9 @@ def test_a_plan_orders_pairs_by_expert_and_then_by_number(num_experts: int) -> N
     assert [plan.position_of_pair[pair].item() for pair in expected] == list(range(120))
     counts = torch.bincount(indices.flatten(), minlength=num_experts)
     assert plan.expert_ends.tolist() == counts.cumsum(0).tolist()
-    assert plan.expert_ends.dtype == torch.int32
+    assert plan.expert_bounds.tolist() == [0, *plan.expert_ends.tolist()]
+    assert plan.row_of_position.tolist() == [pair // 3 for pair in expected]
+    assert {x.dtype for x in plan[1:]} == {torch.int32} and plan.num_pairs == 120
 
 
 @pytest.mark.parametrize("width", [8, 24, 520])
@@ -203,28 +216,26 @@ def test_weighted_swiglu_and_its_gradients_are_those_of_autograd(inner: int) -> 
 @pytest.mark.parametrize("routing", ["any", "few", "one"])
 def test_the_experts_and_their_gradients_are_those_of_the_reference(routing: str) -> None:
     layer = drawn_layer(routing)
-    actual = results(layer, experts.moe_experts)
+    actual = results(layer, moe_experts)
     plain = results(layer, reference.moe_experts)
     exact = results(layer.to(dtype=torch.float64), reference.moe_experts)
     assert_errs_at_most_twice_as_much(actual, plain, exact, torch.float32)
-    for name, again in results(layer, experts.moe_experts).items():
+    for name, again in results(layer, moe_experts).items():
         assert torch.equal(actual[name], again), name
 
 
 def test_frozen_projections_get_no_gradient_and_the_others_keep_their_bits() -> None:
     layer = drawn_layer("any")
-    full = results(layer, experts.moe_experts)
+    full = results(layer, moe_experts)
     hidden = layer.hidden.clone().requires_grad_()
-    output = experts.moe_experts(
-        hidden, layer.indices, layer.weights, layer.gate_up_proj, layer.down_proj
-    )
+    output = moe_experts(hidden, layer.indices, layer.weights, layer.gate_up_proj, layer.down_proj)
     (d_hidden,) = torch.autograd.grad(output, hidden, layer.d_output)
     assert torch.equal(d_hidden, full["d_hidden"])
 
 
 def test_no_rows_give_no_rows() -> None:
     layer = drawn_layer("any", rows=0)
-    output = experts.moe_experts(
+    output = moe_experts(
         layer.hidden, layer.indices, layer.weights, layer.gate_up_proj, layer.down_proj
     )
     assert output.shape == (0, 24)
@@ -242,16 +253,16 @@ def test_recomputation_stops_before_the_second_half(monkeypatch: pytest.MonkeyPa
         return call
 
     monkeypatch.setattr(experts, "weighted_swiglu", counted("swiglu", experts.weighted_swiglu))
-    monkeypatch.setattr(experts, "spread_rows", counted("spread", experts.spread_rows))
+    monkeypatch.setattr(copied_rows, "spread_rows", counted("spread", permutation.spread_rows))
 
     def checkpointed(*args: torch.Tensor) -> torch.Tensor:
         def block(*inner: torch.Tensor) -> torch.Tensor:
-            return experts.moe_experts(*inner) + inner[0]
+            return moe_experts(*inner) + inner[0]
 
         return torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=False)
 
     actual = results(layer, checkpointed)
     assert calls == {"swiglu": 1, "spread": 4}  # forward, again, and twice in backward
-    expected = results(layer, lambda *args: experts.moe_experts(*args) + args[0])
+    expected = results(layer, lambda *args: moe_experts(*args) + args[0])
     for name, value in expected.items():
         assert torch.equal(actual[name], value), name

@@ -6,6 +6,7 @@ bfloat16, routing weights and sums over a row's experts in float32.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,20 @@ pytestmark = [
 LING: dict[str, Any] = dict(rows=4099, experts=128, top_k=8, width=1536, inner=512)
 SMALL: dict[str, Any] = dict(rows=301, experts=6, top_k=3, width=24, inner=40)
 SIGMOID: dict[str, Any] = dict(top_k=8, num_groups=8, kept_groups=4, normalise=True, scaling=2.5)
+
+
+def missing_for_gathered() -> str | None:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        return "needs compute capability 9"
+    return None if importlib.util.find_spec("quack") else "needs quack-kernels"
+
+
+needs_gathered = pytest.mark.skipif(
+    missing_for_gathered() is not None, reason=missing_for_gathered() or ""
+)
+implementations = pytest.mark.parametrize(
+    "impl", ["grouped", pytest.param("gathered", marks=needs_gathered)]
+)
 
 
 def on_gpu(routing: str, **sizes: Any) -> Layer:
@@ -74,47 +89,75 @@ def poison_free_memory() -> None:
     del blocks
 
 
+@implementations
 @pytest.mark.parametrize("routing", ["any", "few", "one"])
 @pytest.mark.parametrize("sizes", [LING, SMALL], ids=["ling", "small"])
 def test_the_experts_err_at_most_twice_as_much_as_the_plain_composition(
-    routing: str, sizes: dict[str, Any]
+    routing: str, sizes: dict[str, Any], impl: str
 ) -> None:
     layer = on_gpu(routing, **sizes)
     plain = results(layer, plain_experts)
     exact = results(layer.to(dtype=torch.float64), moe_experts)
     poison_free_memory()
-    actual = results(layer, moe_experts, impl="fused")
+    actual = results(layer, moe_experts, impl=impl)
     assert_errs_at_most_twice_as_much(actual, plain, exact, torch.bfloat16)
     dtypes = {name: value.dtype for name, value in actual.items()}
     assert dtypes == {name: value.dtype for name, value in plain.items()}
 
 
-def test_experts_without_rows_get_exactly_zero_gradients() -> None:
+@needs_gathered
+def test_gathered_products_have_the_bits_of_grouped_ones_and_compile_once() -> None:
+    """Both add the products of a row in the same order, in float32."""
+    from harts.ops.moe import quack065
+
+    counts = []
+    for rows in (4099, 1, 2048, 777):
+        layer = on_gpu("any", **(LING | dict(rows=rows)))
+        expected = results(layer, moe_experts, impl="grouped")
+        actual = results(layer, moe_experts, impl="gathered")
+        for name, value in expected.items():
+            assert torch.equal(actual[name], value), f"{name} with {rows} rows"
+        counts.append(quack065.num_compilations())
+    assert counts[0] > 0 and len(set(counts)) == 1
+
+
+@implementations
+def test_no_rows_give_no_rows_and_zero_gradients(impl: str) -> None:
+    layer = on_gpu("any", **(SMALL | dict(rows=0)))
+    actual = results(layer, moe_experts, impl=impl)
+    assert actual["output"].shape == (0, 24)
+    assert not actual["d_gate_up_proj"].any() and not actual["d_down_proj"].any()
+
+
+@implementations
+def test_experts_without_rows_get_exactly_zero_gradients(impl: str) -> None:
     layer = on_gpu("few", **LING)
-    results(layer, moe_experts, impl="fused")
+    results(layer, moe_experts, impl=impl)
     poison_free_memory()
-    actual = results(layer, moe_experts, impl="fused")
+    actual = results(layer, moe_experts, impl=impl)
     assert not actual["d_gate_up_proj"][:120].any()
     assert not actual["d_down_proj"][:120].any()
 
 
+@implementations
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
 def test_the_experts_give_the_same_bits_twice_without_waiting_for_the_device(
-    weights_dtype: torch.dtype,
+    weights_dtype: torch.dtype, impl: str
 ) -> None:
     layer = on_gpu("any", **(LING | dict(rows=16384)))
     layer = Layer(**(vars(layer) | dict(weights=layer.weights.to(weights_dtype))))
-    first = results(layer, moe_experts, impl="fused")
+    first = results(layer, moe_experts, impl=impl)
     torch.cuda.synchronize()
     with no_host_wait():
-        again = results(layer, moe_experts, impl="fused")
+        again = results(layer, moe_experts, impl=impl)
     for name, value in first.items():
         assert torch.equal(again[name], value), name
     assert first["d_weights"].dtype == weights_dtype
 
 
+@implementations
 def test_recomputation_with_early_stop_keeps_the_bits_and_skips_the_second_half(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, impl: str
 ) -> None:
     import torch.utils.checkpoint
 
@@ -126,11 +169,11 @@ def test_recomputation_with_early_stop_keeps_the_bits_and_skips_the_second_half(
 
     def recomputed(*args: torch.Tensor) -> torch.Tensor:
         return torch.utils.checkpoint.checkpoint(  # type: ignore[no-any-return]
-            lambda *a: moe_experts(*a, impl="fused") + a[0], *args, use_reentrant=False
+            lambda *a: moe_experts(*a, impl=impl) + a[0], *args, use_reentrant=False
         )
 
     layer = on_gpu("any", **LING)
-    expected = results(layer, lambda *a: moe_experts(*a, impl="fused") + a[0])
+    expected = results(layer, lambda *a: moe_experts(*a, impl=impl) + a[0])
     calls.clear()
     for name, value in results(layer, recomputed).items():
         assert torch.equal(value, expected[name]), name
@@ -259,7 +302,7 @@ def test_what_the_fused_experts_cannot_run_is_refused_in_one_line() -> None:
     ]
     for layer, message in wrong:
         with pytest.raises(ConfigError, match=message) as caught:
-            results(layer, moe_experts, impl="fused")
+            results(layer, moe_experts, impl="grouped")
         assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match=r"or float32, hidden is torch\.float16"):
         router_logits(torch.zeros(2, 8).half().cuda(), torch.zeros(4, 8).cuda(), impl="fused")

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from harts.errors import CheckpointError, ConfigError, DataError, HartsError, Tr
 from harts.train import checkpoint as checkpoints
 from harts.train.log import RunLog
 from harts.train.mixed_precision import MixedPrecisionOptimizer
-from harts.train.run_folder import alone_in
+from harts.train.run_folder import StopSignal, alone_in
 from harts.train.sampling import GroupSampler, unshared, with_advantages
 from harts.train.trainer import train
 from tests.train.conftest import equal_bits, read_metrics, saved_weights, write_config
@@ -318,6 +320,25 @@ def test_a_step_that_is_not_finite_updates_nothing_and_keeps_the_checkpoints(
     assert equal_bits(before, saved_weights(tmp_path / "run", 2))
 
 
+@contextmanager
+def handled_by(handler: Any) -> Iterator[None]:
+    """SIGINT, which is ignored where a script runs the suite in the background."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    with handled_by(signal.SIG_IGN):
+        with StopSignal() as stop:
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            signal.raise_signal(signal.SIGINT)
+        assert not stop.received
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_run_after_the_step_with_a_checkpoint(
     tmp_path: Path, rollouts: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
@@ -329,11 +350,11 @@ def test_a_signal_ends_a_run_after_the_step_with_a_checkpoint(
         if metrics["step"] == 1:
             signal.raise_signal(number)
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, handled_by(signal.default_int_handler):
         patch.setattr(RunLog, "step", step)
         with pytest.raises(KeyboardInterrupt):
             train(write_config(tmp_path, rollouts))
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
     train(write_config(tmp_path, rollouts), resume=True)
     whole = tmp_path / "whole"

@@ -21,6 +21,8 @@ _MODULES = {
     ("convolution", "fused"): "harts.ops.conv.fused_kernels",
     ("log_probs", "fused"): "harts.ops.cross_entropy.fused_kernels",
     ("token_wise", "fused"): "harts.ops.norm.kernels",
+    ("experts", "grouped"): "harts.ops.moe.experts",
+    ("experts", "gathered"): "harts.ops.moe.quack065",
 }
 
 
@@ -28,9 +30,10 @@ _MODULES = {
 class Kernels:
     """Implementations by part, under the names of each operator's `impl`.
 
-    token_wise: "eager" keeps the model's own norms, activations and experts; "fused" replaces
+    token_wise: "eager" keeps the model's own norms, activations and routers; "fused" replaces
     them, under the same parameter names, where the family lists an adapter, and gathers the rows
     of linear-attention layers in one kernel a pass.
+    experts: "eager" keeps the model's own; "grouped" and "gathered" as in `harts.ops.moe`.
     deterministic: the same inputs give the same bits, forward and backward. Only "fa4" is faster
     without; every other part is deterministic either way.
     The defaults are the references in plain PyTorch, on any device and in any dtype.
@@ -42,6 +45,7 @@ class Kernels:
     convolution: Convolution = "reference"
     log_probs: LogProbs = "reference"
     token_wise: Literal["eager", "fused"] = "eager"
+    experts: Literal["eager", "grouped", "gathered"] = "eager"
     deterministic: bool = True
 
     def __post_init__(self) -> None:
@@ -52,10 +56,10 @@ class Kernels:
                 choices = ", ".join(map(repr, known))
                 raise ConfigError(f"harts.Kernels: {part} is {given!r}; choose one of {choices}")
 
-    def check(self) -> None:
+    def check(self, *, has_experts: bool = True) -> None:
         """Raise ConfigError, with what to install, for a part whose packages are missing."""
         for (part, name), module in _MODULES.items():
-            if getattr(self, part) != name:
+            if getattr(self, part) != name or (part == "experts" and not has_experts):
                 continue
             try:
                 import_module(module)
@@ -69,15 +73,17 @@ class Kernels:
 def fast_kernels(device: torch.device, *, deterministic: bool = False) -> Kernels:
     """The fastest on a GPU, for models in bfloat16: what `attach` takes there.
 
-    FlashAttention-4 on Hopper and Blackwell, FlexAttention on other GPUs.
+    FlashAttention-4 on Hopper and Blackwell, FlexAttention on other GPUs; experts whose products
+    gather their rows on Hopper, grouped products of copied rows on others.
     """
-    flash = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    capability = torch.cuda.get_device_capability(device)[0]
     return Kernels(
         linear_attention="scan",
-        attention="fa4" if flash else "flex",
+        attention="fa4" if capability in (9, 10) else "flex",
         convolution="fused",
         log_probs="fused",
         token_wise="fused",
+        experts="gathered" if capability == 9 else "grouped",
         deterministic=deterministic,
     )
 

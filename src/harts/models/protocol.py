@@ -26,6 +26,7 @@ class Family:
     routers: MoE router class -> how it scores; its forward returns (logits, weights, indices).
     token_wise: further classes that treat every row alone.
     fused: original class -> adapter that computes the same with fused kernels.
+    experts: the same for MoE experts, by the name of the implementation in `Kernels`.
     refuse: config -> reason why this configuration cannot run on a tree, or None.
     """
 
@@ -36,10 +37,11 @@ class Family:
     linear_mixers: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
     routers: Mapping[type[nn.Module], RouterKind] = field(default_factory=dict)
     fused: Mapping[type[nn.Module], type[nn.Module]] = field(default_factory=dict)
+    experts: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = field(default_factory=dict)
     refuse: Callable[[Any], str | None] = lambda config: None
 
     def kind_of(self, module: nn.Module) -> type[nn.Module]:
         """The class of a module as transformers made it, whatever adapter it has now."""
-        adapters = (*self.linear_mixers.items(), *self.fused.items())
-        original = {adapter: kind for kind, adapter in adapters}
+        tables = (self.linear_mixers, self.fused, *self.experts.values())
+        original = {adapter: kind for table in tables for kind, adapter in table.items()}
         return original.get(type(module), type(module))

@@ -189,14 +189,15 @@ def attach(model: nn.Module, *, kernels: Kernels | None = None) -> TreeModel:
         weight = causal_lm.get_input_embeddings().weight
         chosen_on = weight.device
         kernels = kernels_for(weight.device, weight.dtype)
-    kernels.check()
-    adapters = dict(family.linear_mixers)
+    experts = family.experts.get(kernels.experts, {})
+    kinds = [(module, family.kind_of(module)) for module in causal_lm.modules()]
+    kernels.check(has_experts=any(kind in experts for _, kind in kinds))
+    adapters = dict(family.linear_mixers) | experts
     if kernels.token_wise == "fused":
         adapters |= family.fused
-    for module in causal_lm.modules():
-        kind = family.kind_of(module)
-        if kind in family.linear_mixers or kind in family.fused:
-            module.__class__ = adapters.get(kind, kind)
+    for module, kind in kinds:
+        if type(module) is not (wanted := adapters.get(kind, kind)):
+            module.__class__ = wanted
     causal_lm.set_attn_implementation(IMPLEMENTATION)
     return TreeModel(model, causal_lm, family, findings, kernels, chosen_on)
 

@@ -37,7 +37,8 @@ def alone_in(run_dir: Path) -> Iterator[None]:
 class StopSignal:
     """Whether SIGINT or SIGTERM came: the step that runs is finished, and a checkpoint written.
 
-    A second one ends the process at once. Outside the main thread signals are left alone.
+    A second one ends the process at once. Outside the main thread signals are left alone, and one
+    that is ignored (SIGINT in a script's background) stays so.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,8 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._previous[number] = signal.signal(number, self._receive)
         return self
 

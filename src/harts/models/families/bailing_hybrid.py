@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers.models.bailing_hybrid import modeling_bailing_hybrid as hf
 
-from harts.models.fused.adapters import fused_adapters
+from harts.models.fused.adapters import fused_adapters, fused_experts
 from harts.models.linear_layers import linear_core, pack, unpack
 from harts.models.protocol import Family
 from harts.models.tree_run import TreeRun
 from harts.ops.linear_attention import KdaGate
+from harts.ops.projections import project
 
 
 class TreeBailingHybridDeltaAttention(hf.BailingHybridDeltaAttention):
@@ -25,12 +26,17 @@ class TreeBailingHybridDeltaAttention(hf.BailingHybridDeltaAttention):
         heads = (-1, self.num_heads, self.head_dim)
         rows = pack(hidden_states, tree)
         forget = self.forget_gate
+        *streams, decay, beta, gate = project(
+            rows,
+            *(self.q_proj, self.k_proj, self.v_proj),
+            *(forget.f_proj, self.b_proj, self.g_proj),
+        )
         output = linear_core(
-            [self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)],
+            streams,
             self.conv1d,
             self.activation,
-            forget.f_proj(rows).view(heads),
-            torch.sigmoid(self.b_proj(rows)),
+            decay.view(heads),
+            torch.sigmoid(beta),
             tree,
             key_width=self.head_dim,
             value_width=self.head_dim,
@@ -40,7 +46,7 @@ class TreeBailingHybridDeltaAttention(hf.BailingHybridDeltaAttention):
                 forget.lower_bound if forget.safe_gate else None,
             ),
         )
-        output = self.o_norm(output, self.g_proj(rows).view(heads))
+        output = self.o_norm(output, gate.view(heads))
         return unpack(self.o_proj(output.flatten(1)), tree)
 
 
@@ -60,6 +66,7 @@ FAMILY = Family(
     attention=(hf.BailingHybridAttention,),
     routers={hf.BailingHybridTopkRouter: "sigmoid"},
     fused=fused_adapters(hf),
+    experts=fused_experts(hf),
     token_wise=(
         hf.BailingHybridModel,
         hf.BailingHybridDecoderLayer,

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from transformers.models.kimi_linear import modeling_kimi_linear as hf
 
-from harts.models.fused.adapters import fused_adapters
+from harts.models.fused.adapters import fused_adapters, fused_experts
 from harts.models.linear_layers import linear_core, pack, unpack
 from harts.models.protocol import Family
 from harts.models.tree_run import TreeRun
 from harts.ops.linear_attention import KdaGate
+from harts.ops.projections import project
 
 
 class TreeKimiLinearDeltaAttention(hf.KimiLinearDeltaAttention):
@@ -25,12 +26,17 @@ class TreeKimiLinearDeltaAttention(hf.KimiLinearDeltaAttention):
         heads = (-1, self.num_heads, self.head_dim)
         rows = pack(hidden_states, tree)
         forget = self.forget_gate
+        *streams, decay, beta, gate = project(
+            rows,
+            *(self.q_proj, self.k_proj, self.v_proj),
+            *(forget.f_a_proj, self.b_proj, self.g_a_proj),
+        )
         output = linear_core(
-            [self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)],
+            streams,
             self.conv1d,
             self.activation,
-            forget.f_b_proj(forget.f_a_proj(rows)).view(heads),
-            torch.sigmoid(self.b_proj(rows)),
+            forget.f_b_proj(decay).view(heads),
+            torch.sigmoid(beta),
             tree,
             key_width=self.head_dim,
             value_width=self.head_dim,
@@ -38,7 +44,7 @@ class TreeKimiLinearDeltaAttention(hf.KimiLinearDeltaAttention):
                 forget.A_log.flatten(), forget.dt_bias.view(self.num_heads, self.head_dim)
             ),
         )
-        output = self.o_norm(output, self.g_b_proj(self.g_a_proj(rows)).view(heads))
+        output = self.o_norm(output, self.g_b_proj(gate).view(heads))
         return unpack(self.o_proj(output.flatten(1)), tree)
 
 
@@ -49,6 +55,7 @@ FAMILY = Family(
     attention=(hf.KimiLinearAttention,),
     routers={hf.KimiLinearTopkRouter: "sigmoid"},
     fused=fused_adapters(hf),
+    experts=fused_experts(hf),
     token_wise=(
         hf.KimiLinearModel,
         hf.KimiLinearDecoderLayer,

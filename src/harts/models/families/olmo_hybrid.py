@@ -11,6 +11,7 @@ from harts.models.fused.adapters import fused_adapters
 from harts.models.linear_layers import gated_delta_decay, linear_core, pack, unpack
 from harts.models.protocol import Family
 from harts.models.tree_run import TreeRun
+from harts.ops.projections import project
 
 
 class TreeOlmoHybridGatedDeltaNet(hf.OlmoHybridGatedDeltaNet):
@@ -22,20 +23,23 @@ class TreeOlmoHybridGatedDeltaNet(hf.OlmoHybridGatedDeltaNet):
         if tree is None:
             return super().forward(hidden_states, *args, **kwargs)
         rows = pack(hidden_states, tree)
-        beta = self.b_proj(rows).sigmoid()
+        *streams, step, beta, gate = project(
+            rows, self.q_proj, self.k_proj, self.v_proj, self.a_proj, self.b_proj, self.g_proj
+        )
+        beta = beta.sigmoid()
         if self.allow_neg_eigval:
             beta = beta * 2.0
         output = linear_core(
-            [self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)],
+            streams,
             self.conv1d,
             self.activation,
-            gated_delta_decay(self.a_proj(rows), self),
+            gated_delta_decay(step, self),
             beta,
             tree,
             key_width=self.head_k_dim,
             value_width=self.head_v_dim,
         )
-        gate = self.g_proj(rows).view(-1, self.num_v_heads, self.head_v_dim)
+        gate = gate.view(-1, self.num_v_heads, self.head_v_dim)
         return unpack(self.o_proj(self.o_norm(output, gate).flatten(1)), tree)
 
 

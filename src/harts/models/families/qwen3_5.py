@@ -11,6 +11,7 @@ from harts.models.fused.adapters import fused_adapters
 from harts.models.linear_layers import gated_delta_decay, linear_core, pack, unpack
 from harts.models.protocol import Family
 from harts.models.tree_run import TreeRun
+from harts.ops.projections import project
 
 
 class TreeQwen3_5GatedDeltaNet(hf.Qwen3_5GatedDeltaNet):  # noqa: N801
@@ -27,17 +28,20 @@ class TreeQwen3_5GatedDeltaNet(hf.Qwen3_5GatedDeltaNet):  # noqa: N801
 def gated_delta_net(layer: Any, hidden_states: torch.Tensor, tree: TreeRun) -> torch.Tensor:
     """The layer of Qwen3.5, dense and MoE: separate projections of q, k, v, z, b and a."""
     rows = pack(hidden_states, tree)
+    streams, z, step, beta = project(
+        rows, layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_a, layer.in_proj_b
+    )
     output = linear_core(
-        layer.in_proj_qkv(rows).split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1),
+        streams.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1),
         layer.conv1d,
         layer.activation,
-        gated_delta_decay(layer.in_proj_a(rows), layer),
-        layer.in_proj_b(rows).sigmoid(),
+        gated_delta_decay(step, layer),
+        beta.sigmoid(),
         tree,
         key_width=layer.head_k_dim,
         value_width=layer.head_v_dim,
     )
-    z = layer.in_proj_z(rows).view(-1, layer.num_v_heads, layer.head_v_dim)
+    z = z.view(-1, layer.num_v_heads, layer.head_v_dim)
     return unpack(layer.out_proj(layer.norm(output, z).flatten(1)), tree)
 
 

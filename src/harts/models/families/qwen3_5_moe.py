@@ -8,7 +8,7 @@ import torch
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as hf
 
 from harts.models.families.qwen3_5 import gated_delta_net
-from harts.models.fused.adapters import fused_adapters
+from harts.models.fused.adapters import fused_adapters, fused_experts
 from harts.models.protocol import Family
 from harts.models.tree_run import TreeRun
 
@@ -31,6 +31,7 @@ FAMILY = Family(
     attention=(hf.Qwen3_5MoeAttention,),
     routers={hf.Qwen3_5MoeTopKRouter: "softmax"},
     fused=fused_adapters(hf),
+    experts=fused_experts(hf),
     token_wise=(
         hf.Qwen3_5MoeTextModel,
         hf.Qwen3_5MoeDecoderLayer,

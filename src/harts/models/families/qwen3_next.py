@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as hf
 
-from harts.models.fused.adapters import fused_adapters
+from harts.models.fused.adapters import fused_adapters, fused_experts
 from harts.models.linear_layers import gated_delta_decay, linear_core, pack, unpack
 from harts.models.protocol import Family
 from harts.models.tree_run import TreeRun
+from harts.ops.projections import project
 
 
 class TreeQwen3NextGatedDeltaNet(hf.Qwen3NextGatedDeltaNet):
@@ -25,7 +26,7 @@ class TreeQwen3NextGatedDeltaNet(hf.Qwen3NextGatedDeltaNet):
         query, key, value, z, b, a = (
             x.squeeze(0)
             for x in self.fix_query_key_value_ordering(
-                self.in_proj_qkvz(rows), self.in_proj_ba(rows)
+                *project(rows, self.in_proj_qkvz, self.in_proj_ba)
             )
         )
         output = linear_core(
@@ -48,6 +49,7 @@ FAMILY = Family(
     attention=(hf.Qwen3NextAttention,),
     routers={hf.Qwen3NextTopKRouter: "softmax"},
     fused=fused_adapters(hf),
+    experts=fused_experts(hf),
     token_wise=(
         hf.Qwen3NextModel,
         hf.Qwen3NextDecoderLayer,

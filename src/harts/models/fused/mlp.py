@@ -11,6 +11,7 @@ from torch import nn
 
 from harts.errors import ConfigError
 from harts.ops.activation import swiglu
+from harts.ops.projections import project
 
 if TYPE_CHECKING:  # what the transformers class beside a mixin brings
     from torch.nn import Module
@@ -39,7 +40,7 @@ class SwigluMlp(Module):
                 'kernel computes silu alone; attach the model with token_wise="eager"'
             )
         y: torch.Tensor = self.down_proj(
-            swiglu(self.gate_proj(x), self.up_proj(x), impl=self.implementation)
+            swiglu(*project(x, self.gate_proj, self.up_proj), impl=self.implementation)
         )
         return y
 

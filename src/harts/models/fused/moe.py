@@ -1,9 +1,10 @@
 """MoE of bailing_hybrid, kimi_linear, qwen3_next and qwen3_5_moe through `harts.ops.moe`.
 
-Routers return what the originals return, (logits, weights, indices); the choice is in descending
-order, which the sigmoid routers leave open. The block runs the shared expert before the routed
-ones: what a recomputation needs is then complete after the first matmul of the experts, and
-checkpointing with early stop leaves out the rest.
+Adapters of routers and blocks have one implementation; those of experts have two, and are chosen
+apart from them. Routers return what the originals return, (logits, weights, indices); the choice is
+in descending order, which the sigmoid routers leave open. The block runs the shared expert before
+the routed ones: what a recomputation needs is then complete after the first matmul of the experts,
+and checkpointing with early stop leaves out the rest.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch import nn
 
 from harts.errors import ConfigError
 from harts.ops.moe import moe_experts, router_logits, sigmoid_top_k, softmax_top_k
-from harts.ops.moe.api import Implementation
+from harts.ops.moe.api import ExpertsImplementation, Implementation
 
 _SILU = ("SiLU", "SiLUActivation")  # torch's and transformers' names for the same function
 
 
 @cache
 def fused_moe(hf_module: ModuleType) -> dict[type[nn.Module], type[nn.Module]]:
-    """Adapters of the router, experts and MoE block in a family's modelling module.
+    """Adapters of the router and MoE block in a family's modelling module.
 
     Empty for a module without these classes; the same adapters every time. An adapter subclasses
     the original and replaces `forward` alone. On CPU tensors its forward raises ConfigError.
@@ -33,6 +34,19 @@ def fused_moe(hf_module: ModuleType) -> dict[type[nn.Module], type[nn.Module]]:
     return {
         original: type(f"Fused{name}", (mixin, original), {"__doc__": mixin.__doc__})
         for name, mixin in _MIXINS.items()
+        if (original := getattr(hf_module, name, None)) is not None
+    }
+
+
+@cache
+def expert_adapters(
+    hf_module: ModuleType, implementation: ExpertsImplementation
+) -> dict[type[nn.Module], type[nn.Module]]:
+    """The adapter of the experts in a family's modelling module; empty where it has none."""
+    content = {"__doc__": Experts.__doc__, "implementation": implementation}
+    return {
+        original: type(f"{implementation.title()}{name}", (Experts, original), content)
+        for name in _EXPERTS
         if (original := getattr(hf_module, name, None)) is not None
     }
 
@@ -81,8 +95,10 @@ class SoftmaxRouter(_Fused):
         return logits, weights, indices
 
 
-class Experts(_Fused):
+class Experts:
     """SwiGLU experts stored as two 3-D parameters."""
+
+    implementation: ClassVar[ExpertsImplementation]
 
     def forward(
         self: Any,
@@ -94,12 +110,12 @@ class Experts(_Fused):
         if type(self.act_fn).__name__ not in _SILU:
             raise ConfigError(
                 f"{type(self).__name__}: the activation is {type(self.act_fn).__name__}, the fused "
-                "experts compute silu alone; attach the model with token_wise='eager'"
+                "experts compute silu alone; attach the model with experts='eager'"
             )
         if getattr(self, "_is_expert_parallel", False):
             raise ConfigError(
                 f"{type(self).__name__}: the experts are spread over several devices, the fused "
-                "experts run on one; attach the model with token_wise='eager'"
+                "experts run on one; attach the model with experts='eager'"
             )
         return moe_experts(
             hidden_states,
@@ -141,12 +157,9 @@ _MIXINS: dict[str, type[Any]] = {
     "KimiLinearTopkRouter": SigmoidRouter,
     "Qwen3NextTopKRouter": SoftmaxRouter,
     "Qwen3_5MoeTopKRouter": SoftmaxRouter,
-    "BailingHybridExperts": Experts,
-    "KimiLinearExperts": Experts,
-    "Qwen3NextExperts": Experts,
-    "Qwen3_5MoeExperts": Experts,
     "BailingHybridMoE": BlockWithSharedExperts,
     "KimiLinearMoE": BlockWithSharedExperts,
     "Qwen3NextSparseMoeBlock": BlockWithGatedSharedExpert,
     "Qwen3_5MoeSparseMoeBlock": BlockWithGatedSharedExpert,
 }
+_EXPERTS = ("BailingHybridExperts", "KimiLinearExperts", "Qwen3NextExperts", "Qwen3_5MoeExperts")

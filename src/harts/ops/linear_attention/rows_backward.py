@@ -7,15 +7,17 @@ the gate (K or none), B rows of a chunk; g is the log2 decay summed within each 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from harts.ops.linear_attention.rows_backward_kernel import rows_backward_kernel
 from harts.views.linear import LinearView
 
 _BLOCK_K, _BLOCK_V, _BLOCK_V_OF_FLOAT32 = 64, 64, 16
 _WARPS_PER_HEAD, _WARPS_PER_CHANNEL = 4, 8
-"""The fastest of a sweep on H200 (16 and 32 heads of 128, 66,156 rows, bfloat16), and right: Triton
-3.6 gives wrong results on Hopper for 32 key channels of 128 with 4 warps, and reads outside shared
-memory for float32 with one decay a head and 8."""
+"""The fastest of a sweep on H200 (16 and 32 heads of 128, 66,156 rows, bfloat16), and right: on
+Hopper Triton 3.6 gives wrong results, or reads outside shared memory, for blocks of 16 and 32 key
+channels with 4 warps, and for float32 with one decay a head and 8. Narrower heads get channels of
+zeros."""
 _STAGES = 1
 """No pipelining: on Hopper Triton 3.6 keeps one buffer too few for a tile that an asynchronous
 matrix product and registers both read (d_end here), and the next copy overwrites it early."""
@@ -47,9 +49,31 @@ def rows_backward(
     """
     num_rows, num_heads, value_width = v_PGV.shape
     key_heads, key_width = q_PHK.shape[1:]
-    block_k = min(_BLOCK_K, key_width)
+    if key_width < _BLOCK_K:
+        more = _BLOCK_K - key_width
+        q_PHK, k_PHK = F.pad(q_PHK, (0, more)), F.pad(k_PHK, (0, more))
+        states_NGKV, d_end_NGKV = (F.pad(x, (0, 0, 0, more)) for x in (states_NGKV, d_end_NGKV))
+        per_channel = gate_PGD.ndim == 3
+        wide = rows_backward(
+            q_PHK,
+            k_PHK,
+            v_PGV,
+            v_new_PGV,
+            F.pad(gate_PGD, (0, more)) if per_channel else gate_PGD,
+            beta_PG,
+            T_PGB,
+            states_NGKV,
+            d_output_PGV,
+            d_end_NGKV,
+            d_v_new_PGV,
+            view,
+            scale=scale,
+        )
+        d_q, d_k, d_v, d_beta, d_gate = wide
+        d_q, d_k = d_q[..., :key_width], d_k[..., :key_width]
+        return d_q, d_k, d_v, d_beta, d_gate[..., :key_width] if per_channel else d_gate
     block_v = _BLOCK_V if q_PHK.dtype.itemsize == 2 else _BLOCK_V_OF_FLOAT32
-    parts = key_width // block_k
+    parts = key_width // _BLOCK_K
     per_head = gate_PGD.ndim == 2
     d_q = q_PHK.new_empty(num_rows, num_heads, key_width)
     d_k, d_v = torch.empty_like(d_q), torch.empty_like(v_PGV)
@@ -81,7 +105,7 @@ def rows_backward(
         K=key_width,
         V=value_width,
         B=view.chunk_size,
-        BK=block_k,
+        BK=_BLOCK_K,
         BV=min(block_v, value_width & -value_width),
         num_warps=_WARPS_PER_HEAD if per_head else _WARPS_PER_CHANNEL,
         num_stages=_STAGES,

@@ -1,19 +1,23 @@
 """Mixture of experts in three operators: router logits, choice of experts, experts.
 
 "reference" is plain PyTorch on any device, differentiated by autograd, in the widest dtype given
-(float32 at least). "fused" needs CUDA and Triton, synchronises nothing with the host and is
-deterministic. None stands in for the other.
+(float32 at least). The others need CUDA and Triton, synchronise nothing with the host and are
+deterministic. None stands in for another.
 
 Legend: C rows, D hidden width, E experts, K experts a row, I width of an expert.
 """
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 
-from harts.errors import HartsError
+from harts.errors import ConfigError, HartsError
 from harts.ops.fused_checks import Implementation, runs_fused
 from harts.ops.moe import reference
+
+ExpertsImplementation = Literal["reference", "grouped", "gathered"]
 
 
 def router_logits(
@@ -116,7 +120,7 @@ def moe_experts(
     gate_up_proj: torch.Tensor,
     down_proj: torch.Tensor,
     *,
-    impl: Implementation = "reference",
+    impl: ExpertsImplementation = "reference",
 ) -> torch.Tensor:
     """Sum over a row's experts of weight * down(silu(gate(row)) * up(row)), (C, D).
 
@@ -124,20 +128,31 @@ def moe_experts(
     gate_up_proj: (E, 2 I, D), gates first. down_proj: (E, D, I). Experts without rows are fine.
     Differentiable in hidden, weights and both projections.
 
-    "fused" takes bfloat16 rows and projections, D and I multiples of 8, at most 1,023 experts:
-    torch's grouped matmul between own kernels. It keeps for backward the rows, 2 I values and 12
-    bytes a pair (row, expert), and saves nothing after the first matmul, so that recomputation
-    with early stop never runs the second one. Indices are not checked: that would wait for the
-    device.
-    Raises ConfigError for an unknown impl and where "fused" cannot run, HartsError for shapes.
+    The others take bfloat16 rows and projections, D and I multiples of 8, at most 1,023 experts.
+    "grouped": torch's grouped matmul between own kernels, over a copy of the row of every pair
+    (row, expert). "gathered": quack-kernels 0.6.5 on Hopper, whose products gather the rows. Both
+    keep for backward the rows, 2 I values and 16 bytes a pair, and save nothing after the first
+    matmul, so that recomputation with early stop never runs the second one. Indices are not
+    checked: that would wait for the device.
+    Raises ConfigError for an unknown impl and where the one given cannot run, HartsError for
+    shapes.
     """
     _check_experts(hidden, indices, weights, gate_up_proj, down_proj)
-    if not runs_fused("moe_experts", impl, hidden):
+    if impl not in get_args(ExpertsImplementation):
+        known = ", ".join(get_args(ExpertsImplementation))
+        raise ConfigError(f"moe_experts: impl is {impl!r}, want one of {known}")
+    if impl == "reference":
         return reference.moe_experts(hidden, indices, weights, gate_up_proj, down_proj)
+    if not hidden.is_cuda:
+        raise ConfigError(
+            f"moe_experts: impl {impl!r} needs CUDA tensors, got them on {hidden.device}; use impl "
+            "'reference', for a model attach it with experts='eager'"
+        )
     from harts.ops.moe import experts
 
-    experts.check_limits(hidden, gate_up_proj, down_proj)
-    return experts.moe_experts(hidden, indices, weights, gate_up_proj, down_proj)
+    experts.check_limits(impl, hidden, gate_up_proj, down_proj)
+    products = experts.products_of(impl)
+    return experts.moe_experts(hidden, indices, weights, gate_up_proj, down_proj, products)
 
 
 def _check_logits(where: str, logits: torch.Tensor, top_k: int) -> None:

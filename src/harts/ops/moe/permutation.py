@@ -12,30 +12,38 @@ Legend: C rows, D width, E experts, K experts a row, M = C K pairs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from harts.ops.moe.permutation_kernels import (
     combine_kernel,
-    inverse,
+    inverse_and_rows,
     launch_rows,
     spread_kernel,
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairPlan:
+class PairPlan(NamedTuple):
     """Where each pair goes. A pair's number is row * K + slot.
 
     pair_of_position: int64 (M,), pairs ordered by expert, then by number.
     position_of_pair: int32 (M,), its inverse.
+    row_of_position: int32 (M,), the row of each pair in that order.
     expert_ends: int32 (E,), expert e has the positions [ends[e - 1], ends[e]).
+    expert_bounds: int32 (E + 1,), the same with the 0 in front.
     """
 
     pair_of_position: torch.Tensor
     position_of_pair: torch.Tensor
+    row_of_position: torch.Tensor
     expert_ends: torch.Tensor
+    expert_bounds: torch.Tensor
+
+    @property
+    def num_pairs(self) -> int:
+        return self.pair_of_position.shape[0]
 
 
 def plan_pairs(indices_CK: torch.Tensor, num_experts: int) -> PairPlan:
@@ -44,10 +52,12 @@ def plan_pairs(indices_CK: torch.Tensor, num_experts: int) -> PairPlan:
     keys = indices_CK.reshape(-1).to(key_dtype)
     sorted_keys, pair_of_position = torch.sort(keys, stable=True)
     experts = torch.arange(num_experts, dtype=key_dtype, device=keys.device)
+    expert_ends = torch.searchsorted(sorted_keys, experts, right=True, out_int32=True)
     return PairPlan(
-        pair_of_position=pair_of_position,
-        position_of_pair=inverse(pair_of_position),
-        expert_ends=torch.searchsorted(sorted_keys, experts, right=True, out_int32=True),
+        pair_of_position,
+        *inverse_and_rows(pair_of_position, top_k=indices_CK.shape[1]),
+        expert_ends,
+        F.pad(expert_ends, (1, 0)),
     )
 
 

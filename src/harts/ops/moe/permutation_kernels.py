@@ -45,23 +45,43 @@ def launch_rows(
     )
 
 
-def inverse(pair_of_position: torch.Tensor) -> torch.Tensor:
-    """int32 inverse of an int64 permutation; torch's deterministic scatter would sort again."""
+def inverse_and_rows(
+    pair_of_position: torch.Tensor, *, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int32 inverse of an int64 permutation, and the row of each of its pairs, int32 (M,).
+
+    torch's deterministic scatter would sort again for the first.
+    """
     num_pairs = pair_of_position.shape[0]
     position_of_pair = torch.empty_like(pair_of_position, dtype=torch.int32)
+    row_of_position = torch.empty_like(position_of_pair)
     if num_pairs:
-        _inverse_kernel[(triton.cdiv(num_pairs, PAIRS),)](
-            pair_of_position, position_of_pair, num_pairs, PAIRS=PAIRS, num_warps=NUM_WARPS
+        _inverse_and_rows_kernel[(triton.cdiv(num_pairs, PAIRS),)](
+            pair_of_position,
+            position_of_pair,
+            row_of_position,
+            num_pairs,
+            K=top_k,
+            PAIRS=PAIRS,
+            num_warps=NUM_WARPS,
         )
-    return position_of_pair
+    return position_of_pair, row_of_position
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _inverse_kernel(pair_of_position, position_of_pair, num_pairs, PAIRS: tl.constexpr):
+def _inverse_and_rows_kernel(
+    pair_of_position,
+    position_of_pair,
+    row_of_position,
+    num_pairs,
+    K: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     position = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
     mask = position < num_pairs
     pair = tl.load(pair_of_position + position, mask=mask, other=0)
     tl.store(position_of_pair + pair, position, mask=mask)
+    tl.store(row_of_position + position, (pair // K).to(tl.int32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -1,0 +1,150 @@
+"""Products of the experts by quack-kernels 0.6.5, which gather rows as they load them.
+
+The functions of `experts.Products`, and with flash-attn-4's adapter the only module that imports
+quack. Its internals move with every release, so version and keywords are checked once, at import;
+importing raises ConfigError where they do not fit. Import it where it is used.
+
+The library would tune each product by timing; here its tiles are fixed, the fastest on H200 of
+those it tries there (65,536 rows, 8 of 128 experts, D = 1,536, I = 512; milliseconds beside torch's
+grouped matmul, which needs a copy of the rows, 0.53, where these gather):
+
+    gathered  gate_up     2.38   2.46 to 2.61     plain  down    1.20   1.50 to 1.69
+              d_act       1.30   1.28                    d_rows  2.46   2.52 to 3.14
+              d_down      1.24   1.22
+              d_gate_up   2.60   2.40 to 2.57
+
+Sizes are no part of a compilation: steps of any size run the same six kernels. They are part of
+what the library remembers of a call, though, without limit; here it is forgotten now and then.
+
+Legend: C rows, D width, N another width, E experts, M pairs (row, expert) in expert order.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from harts.errors import ConfigError
+
+if TYPE_CHECKING:
+    from harts.ops.moe.permutation import PairPlan
+
+_VERSION = "0.6.5"
+_INSTALL = f"pip install quack-kernels=={_VERSION}"
+
+try:
+    _installed = version("quack-kernels")
+except PackageNotFoundError:
+    _installed = "none"
+if _installed != _VERSION:
+    raise ConfigError(
+        f"moe_experts: impl 'gathered' needs quack-kernels {_VERSION}, found {_installed}; "
+        f"{_INSTALL}"
+    )
+
+try:
+    from quack.gemm import _compile_gemm, _gemm_plan_cache, gemm
+except ImportError as error:
+    raise ConfigError(
+        f"moe_experts: impl 'gathered': quack-kernels cannot be imported ({error}); {_INSTALL}"
+    ) from error
+
+_missing = {
+    *("A", "B", "D", "C", "tile_count_semaphore", "tile_M", "tile_N", "cluster_M", "cluster_N"),
+    *("pingpong", "cu_seqlens_m", "cu_seqlens_k", "A_idx"),
+} - set(inspect.signature(gemm).parameters)
+if _missing:
+    raise ConfigError(
+        f"moe_experts: gemm of quack-kernels {_installed} takes no {', '.join(sorted(_missing))}; "
+        f"reinstall it: {_INSTALL}"
+    )
+
+_REMEMBERED_CALLS = 1024
+"""Some 2 KB each, and 0.1 ms to make again."""
+_GATHERED: dict[str, Any] = dict(tile_M=128, tile_N=256, cluster_M=2, cluster_N=1, pingpong=False)
+_PLAIN: dict[str, Any] = dict(tile_M=128, tile_N=192, cluster_M=2, cluster_N=1, pingpong=True)
+
+
+class GatheredRows(NamedTuple):
+    """rows[index] without the copy. rows: (C, D). index: int32 (M,)."""
+
+    rows: torch.Tensor
+    index: torch.Tensor
+
+
+def rows_of_pairs(rows_CD: torch.Tensor, plan: PairPlan) -> GatheredRows:
+    """The rows as they are, and which of them each pair has."""
+    return GatheredRows(rows_CD.contiguous(), plan.row_of_position)
+
+
+def times(
+    rows_MD: torch.Tensor | GatheredRows, weights_EDN: torch.Tensor, plan: PairPlan
+) -> torch.Tensor:
+    """(M, N)"""
+    rows, index = rows_MD if isinstance(rows_MD, GatheredRows) else (rows_MD, None)
+    result = rows.new_empty(plan.num_pairs, weights_EDN.shape[2])
+    if result.numel():
+        _gemm(
+            rows,
+            weights_EDN.transpose(1, 2),
+            result,
+            cu_seqlens_m=plan.expert_bounds,
+            A_idx=index,
+        )
+    return result
+
+
+def outer(rows_MD: GatheredRows, others_MN: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+    """(E, D, N)"""
+    num_experts, width = len(plan.expert_ends), rows_MD.rows.shape[1]
+    result = others_MN.new_empty(num_experts, width, others_MN.shape[1])
+    return _add_outer_products(rows_MD, others_MN, plan, result)
+
+
+def transposed_outer(
+    rows_MD: GatheredRows, others_MN: torch.Tensor, plan: PairPlan
+) -> torch.Tensor:
+    """(E, N, D)"""
+    num_experts, width = len(plan.expert_ends), rows_MD.rows.shape[1]
+    result = others_MN.new_empty(num_experts, others_MN.shape[1], width)
+    _add_outer_products(rows_MD, others_MN, plan, result.transpose(1, 2))
+    return result
+
+
+def _add_outer_products(
+    rows_MD: GatheredRows, others_MN: torch.Tensor, plan: PairPlan, result_EDN: torch.Tensor
+) -> torch.Tensor:
+    """The gathered side must be the first operand, whichever way the result lies in memory."""
+    if plan.num_pairs == 0:
+        return result_EDN.zero_()
+    _gemm(
+        rows_MD.rows.t(),
+        others_MN.t(),
+        result_EDN,
+        cu_seqlens_k=plan.expert_bounds,
+        A_idx=rows_MD.index,
+    )
+    return result_EDN
+
+
+def _gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    result: torch.Tensor,
+    *,
+    A_idx: torch.Tensor | None,
+    **bounds: torch.Tensor,
+) -> None:
+    """In place, without a third operand or a semaphore."""
+    if len(_gemm_plan_cache) > _REMEMBERED_CALLS:
+        _gemm_plan_cache.clear()
+    tiles = _PLAIN if A_idx is None else _GATHERED
+    gemm(a, b, result, None, None, A_idx=A_idx, **bounds, **tiles)
+
+
+def num_compilations() -> int:
+    """Kernels compiled or loaded from quack's disk cache so far in this process."""
+    return _compile_gemm.cache_info().misses
