@@ -147,4 +147,4 @@ def _gemm(
 
 def num_compilations() -> int:
     """Kernels compiled or loaded from quack's disk cache so far in this process."""
-    return _compile_gemm.cache_info().misses
+    return len(_compile_gemm.cache)
