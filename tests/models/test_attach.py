@@ -13,6 +13,7 @@ from torch import nn
 
 import harts
 from harts.errors import ConfigError
+from harts.models.kernels import kernels_for
 from harts.models.presets import tiny_model
 from tests.families import FAMILIES, KDA_MOE, needs_ling
 from tests.shapes import SHAPES, VOCABULARY
@@ -81,6 +82,29 @@ def test_kernels_that_cannot_run_here_are_refused_with_what_to_do() -> None:
     if importlib.util.find_spec("triton") is None:
         with pytest.raises(ConfigError, match=r"convolution='fused'.*Triton"):
             harts.attach(model, kernels=harts.Kernels(convolution="fused"))
+    if importlib.util.find_spec("quack") is None:
+        gathered = harts.Kernels(experts="gathered")
+        with pytest.raises(ConfigError, match=r"experts='gathered'.* found none"):
+            harts.attach(tiny_model("qwen3_next", vocab_size=VOCABULARY), kernels=gathered)
+        harts.attach(model, kernels=gathered)  # it has none
+
+
+@pytest.mark.parametrize(
+    ("capability", "attention", "experts"),
+    [
+        (8, "flex", "grouped"),
+        (9, "fa4", "gathered"),
+        (10, "fa4", "grouped"),
+        (12, "flex", "grouped"),
+    ],
+)
+def test_the_fast_kernels_are_those_of_the_card(
+    capability: int, attention: str, experts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (capability, 0))
+    chosen = kernels_for(torch.device("cuda"), torch.bfloat16)
+    assert (chosen.attention, chosen.experts) == (attention, experts)
+    assert kernels_for(torch.device("cuda"), torch.float32) == harts.Kernels()
 
 
 def test_every_compact_row_passes_the_embedding_once() -> None:

@@ -26,6 +26,7 @@ from harts.models.fused.adapters import fused_experts
 from harts.models.fused.moe import Experts, expert_adapters, fused_moe
 from harts.models.presets import tiny_model
 from harts.ops.moe.api import ExpertsImplementation
+from tests.ops.moe_cases import implementations
 from tests.oracles import float64_throughout
 
 FAMILIES = {
@@ -232,9 +233,9 @@ def on_cuda(block: nn.Module) -> nn.Module:
 @pytest.mark.gpu
 @on_gpu
 @families
-@pytest.mark.parametrize("experts", ["grouped", "gathered"])
+@implementations
 def test_on_gpu_the_block_errs_at_most_twice_as_much_as_the_original(
-    model_type: str, experts: ExpertsImplementation
+    model_type: str, impl: ExpertsImplementation
 ) -> None:
     """Against float64 of the same bfloat16 values; rows whose choice rounding may flip are left
     out of the comparison by giving them no gradient and no place in the output."""
@@ -252,8 +253,8 @@ def test_on_gpu_the_block_errs_at_most_twice_as_much_as_the_original(
     hidden = hidden[:, agree].contiguous().requires_grad_()
     d_output = d_output[:, agree].contiguous()
     plain = results(block, hidden, d_output)
-    actual = results(adapted(block, model_type, experts), hidden, d_output)
-    again = results(adapted(block, model_type, experts), hidden, d_output, recomputed=True)
+    actual = results(adapted(block, model_type, impl), hidden, d_output)
+    again = results(adapted(block, model_type, impl), hidden, d_output, recomputed=True)
     with float64_throughout():
         exact = results(wide, hidden.detach().double().requires_grad_(), d_output.double())
     for name, value in actual.items():

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
 NAMES = ("output", "d_hidden", "d_weights", "d_gate_up_proj", "d_down_proj")
+
+
+def _missing_for_gathered() -> str:
+    """Why the gathered products cannot run here."""
+    if importlib.util.find_spec("quack") is None:
+        return "needs quack-kernels"
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return "" if hopper else "needs compute capability 9"
+
+
+needs_gathered = pytest.mark.skipif(bool(_missing_for_gathered()), reason=_missing_for_gathered())
+implementations = pytest.mark.parametrize(
+    "impl", ["grouped", pytest.param("gathered", marks=needs_gathered)]
+)
 
 
 @dataclass(frozen=True)

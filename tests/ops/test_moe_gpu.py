@@ -6,7 +6,6 @@ bfloat16, routing weights and sums over a row's experts in float32.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,8 @@ from tests.ops.moe_cases import (
     assert_unit_rows_read_the_router_exactly,
     drawn_layer,
     error,
+    implementations,
+    needs_gathered,
     results,
     rounded_right,
 )
@@ -34,20 +35,6 @@ pytestmark = [
 LING: dict[str, Any] = dict(rows=4099, experts=128, top_k=8, width=1536, inner=512)
 SMALL: dict[str, Any] = dict(rows=301, experts=6, top_k=3, width=24, inner=40)
 SIGMOID: dict[str, Any] = dict(top_k=8, num_groups=8, kept_groups=4, normalise=True, scaling=2.5)
-
-
-def missing_for_gathered() -> str | None:
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
-        return "needs compute capability 9"
-    return None if importlib.util.find_spec("quack") else "needs quack-kernels"
-
-
-needs_gathered = pytest.mark.skipif(
-    missing_for_gathered() is not None, reason=missing_for_gathered() or ""
-)
-implementations = pytest.mark.parametrize(
-    "impl", ["grouped", pytest.param("gathered", marks=needs_gathered)]
-)
 
 
 def on_gpu(routing: str, **sizes: Any) -> Layer:

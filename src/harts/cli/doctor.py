@@ -15,6 +15,7 @@ from harts.errors import ConfigError, HartsError
 
 if TYPE_CHECKING:
     from harts.models.guards import Guard
+    from harts.models.tree_model import TreeModel
 
 _PACKAGES = (
     "torch",
@@ -40,7 +41,9 @@ _PACKAGES = (
 _KERNELS = {
     "linear-attention scan kernels": "harts.ops.linear_attention.scan",
     "FlashAttention-4": "harts.ops.attention.fa4_b36",
-    "fused convolution, norms, experts and log-probs": "harts.ops.norm.kernels",
+    "experts that gather their rows": "harts.ops.moe.quack065",
+    "grouped experts": "harts.ops.moe.experts",
+    "fused convolution, norms and log-probs": "harts.ops.norm.kernels",
 }
 
 
@@ -190,12 +193,12 @@ def _examined(
         {"count": count, "kind": kind, "treatment": treatment}
         for (kind, treatment), count in groups.items()
     ]
-    model = {"name": spec, "layers": layers, "kernels": _kernels_here()}
+    model = {"name": spec, "layers": layers, "kernels": _kernels_here(tree_model)}
     return model, guards + list(model_guards(tree_model))
 
 
-def _kernels_here() -> dict[str, Any]:
-    """What `attach` would choose for a bfloat16 model on this machine's first device."""
+def _kernels_here(tree_model: TreeModel) -> dict[str, Any]:
+    """What `attach` would choose for the model in bfloat16 on this machine's first device."""
     import torch
 
     from harts.models.kernels import kernels_for
@@ -204,7 +207,7 @@ def _kernels_here() -> dict[str, Any]:
     chosen = kernels_for(device, torch.bfloat16)
     problem = None
     try:
-        chosen.check()
+        chosen.check(has_experts=tree_model.family.has_experts(tree_model.model))
     except HartsError as error:
         problem = str(error)
     return {"device": device.type} | asdict(chosen) | {"problem": problem}

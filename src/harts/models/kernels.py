@@ -57,7 +57,10 @@ class Kernels:
                 raise ConfigError(f"harts.Kernels: {part} is {given!r}; choose one of {choices}")
 
     def check(self, *, has_experts: bool = True) -> None:
-        """Raise ConfigError, with what to install, for a part whose packages are missing."""
+        """Raise ConfigError, with what to install, for a part whose packages are missing.
+
+        has_experts: of the model that will run; without, the choice of experts does not matter.
+        """
         for (part, name), module in _MODULES.items():
             if getattr(self, part) != name or (part == "experts" and not has_experts):
                 continue

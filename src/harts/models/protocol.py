@@ -40,6 +40,11 @@ class Family:
     experts: Mapping[str, Mapping[type[nn.Module], type[nn.Module]]] = field(default_factory=dict)
     refuse: Callable[[Any], str | None] = lambda config: None
 
+    def has_experts(self, model: nn.Module) -> bool:
+        """Whether a model has MoE experts that an implementation in `Kernels` would replace."""
+        kinds = {kind for table in self.experts.values() for kind in table}
+        return any(self.kind_of(module) in kinds for module in model.modules())
+
     def kind_of(self, module: nn.Module) -> type[nn.Module]:
         """The class of a module as transformers made it, whatever adapter it has now."""
         tables = (self.linear_mixers, self.fused, *self.experts.values())

@@ -189,13 +189,12 @@ def attach(model: nn.Module, *, kernels: Kernels | None = None) -> TreeModel:
         weight = causal_lm.get_input_embeddings().weight
         chosen_on = weight.device
         kernels = kernels_for(weight.device, weight.dtype)
-    experts = family.experts.get(kernels.experts, {})
-    kinds = [(module, family.kind_of(module)) for module in causal_lm.modules()]
-    kernels.check(has_experts=any(kind in experts for _, kind in kinds))
-    adapters = dict(family.linear_mixers) | experts
+    kernels.check(has_experts=family.has_experts(causal_lm))
+    adapters = dict(family.linear_mixers) | family.experts.get(kernels.experts, {})
     if kernels.token_wise == "fused":
         adapters |= family.fused
-    for module, kind in kinds:
+    for module in causal_lm.modules():
+        kind = family.kind_of(module)
         if type(module) is not (wanted := adapters.get(kind, kind)):
             module.__class__ = wanted
     causal_lm.set_attn_implementation(IMPLEMENTATION)

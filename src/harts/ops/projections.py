@@ -14,30 +14,38 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 
 
 def project(rows: torch.Tensor, *projections: nn.Module) -> tuple[torch.Tensor, ...]:
     """(..., D) -> (..., N) of each projection, as calling it gives.
 
     A projection that is more than a linear map without bias (a LoRA layer, a quantised one, one
-    with hooks) is called, as are all under autocast, which casts inside the call.
+    with hooks or a forward of its own) is called, as are all under autocast, which casts inside the
+    call. Differentiable once.
     """
-    autocast = torch.is_autocast_enabled(rows.device.type)
-    weights = [p.weight for p in projections if not autocast and _is_plain(p)]
-    products = iter(_Products.apply(rows, *weights) if len(weights) > 1 else ())
-    return tuple(
-        next(products) if len(weights) > 1 and _is_plain(p) else p(rows) for p in projections
-    )
+    merged = [] if _casts(rows) else [p for p in projections if _is_plain(p)]
+    products = iter(_Products.apply(rows, *(p.weight for p in merged)) if merged else ())
+    return tuple(next(products) if p in merged else p(rows) for p in projections)
+
+
+def _casts(rows: torch.Tensor) -> bool:
+    kind = rows.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def _is_plain(projection: nn.Module) -> bool:
+    """Whether a call would be nothing but the product with a weight that `mm` takes."""
+    if type(projection) is not nn.Linear or projection.bias is not None:
+        return False
     hooks = (
         projection._forward_hooks,
         projection._forward_pre_hooks,
         projection._backward_hooks,
         projection._backward_pre_hooks,
     )
-    return type(projection) is nn.Linear and projection.bias is None and not any(hooks)
+    wrapped = any(hooks) or _has_any_global_hook() or "forward" in vars(projection)
+    return not wrapped and type(projection.weight) in (nn.Parameter, torch.Tensor)
 
 
 class _Products(torch.autograd.Function):

@@ -19,27 +19,21 @@ import hashlib
 import inspect
 import types
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from harts.errors import ConfigError
 from harts.ops.attention.block_lists import BlockList, QueuedLists
+from harts.ops.pinned_library import PinnedLibrary
 
-_VERSION = "4.0.0b36"
-_INSTALL = f"pip install flash-attn-4=={_VERSION}, or flash-attn-4[cu13]=={_VERSION} for CUDA 13"
-
-try:
-    _installed = version("flash-attn-4")
-except PackageNotFoundError:
-    _installed = "none"
-if _installed != _VERSION:
-    raise ConfigError(
-        f'tree_attention: impl "fa4" needs flash-attn-4 {_VERSION}, found {_installed}; {_INSTALL}'
-    )
-
+_LIBRARY = PinnedLibrary(
+    "flash-attn-4",
+    "4.0.0b36",
+    'tree_attention: impl "fa4"',
+    "pip install flash-attn-4==4.0.0b36, or flash-attn-4[cu13]==4.0.0b36 for CUDA 13",
+)
+_LIBRARY.check_release()
 try:
     import cutlass
     from cutlass import cute
@@ -51,9 +45,7 @@ try:
     from flash_attn.cute.named_barrier import NamedBarrierBwd
     from quack import layout_utils
 except ImportError as error:
-    raise ConfigError(
-        f'tree_attention: impl "fa4": flash-attn-4 cannot be imported ({error}); {_INSTALL}'
-    ) from error
+    raise _LIBRARY.not_importable(error) from error
 
 _SHARED = {"softmax_scale", "mask_mod", "block_sparse_tensors", "aux_tensors"}
 _STORE_PARAMETERS = {
@@ -74,7 +66,7 @@ _BLOCK_PARAMETERS = {
     "score_mod_bwd_fn",
     "dKV_accumulate",
 }
-_PARAMETERS: list[tuple[Callable[..., Any], set[str]]] = [
+_USES: list[tuple[Callable[..., Any], set[str]]] = [
     (interface._flash_attn_fwd, {"q", "k", "v", "return_lse", "pack_gqa", *_SHARED}),
     (
         interface._flash_attn_bwd,
@@ -89,21 +81,12 @@ _PARAMETERS: list[tuple[Callable[..., Any], set[str]]] = [
     (AttentionMask.apply_mask, {"n_block", "thr_mma", "aux_data"}),
     (copy_utils.cpasync_reduce_bulk_add_f32, {"smem_ptr", "gmem_ptr", "store_bytes"}),
 ]
-for _function, _names in _PARAMETERS:
-    _missing = _names - set(inspect.signature(_function).parameters)
-    if _missing:
-        raise ConfigError(
-            f"tree_attention: {_function.__name__} of flash-attn-4 {_installed} takes no "
-            f"{', '.join(sorted(_missing))}; reinstall it: {_INSTALL}"
-        )
-_missing = {"block_size", "dq_write_order", "dq_write_order_full", "spt"} - set(
-    BlockSparseTensorsTorch._fields
+_LIBRARY.check_parameters(_USES)
+_LIBRARY.check_names(
+    "BlockSparseTensorsTorch",
+    {"block_size", "dq_write_order", "dq_write_order_full", "spt"},
+    set(BlockSparseTensorsTorch._fields),
 )
-if _missing:
-    raise ConfigError(
-        f"tree_attention: block lists of flash-attn-4 {_installed} have no "
-        f"{', '.join(sorted(_missing))}; reinstall it: {_INSTALL}"
-    )
 
 
 @cute.jit

@@ -10,29 +10,23 @@ each chunk, float32.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from harts.errors import ConfigError
 from harts.ops.linear_attention.gate import KdaGate
+from harts.ops.pinned_library import PinnedLibrary
 from harts.views.linear import LinearView
 
-_VERSION = "0.6.0"
-_INSTALL = f"pip install fla-core=={_VERSION} einops packaging"
-
-try:
-    _installed = version("fla-core")
-except PackageNotFoundError:
-    _installed = "none"
-if _installed != _VERSION:
-    raise ConfigError(
-        f"linear attention on GPU: fla-core is {_installed}, want {_VERSION}; {_INSTALL}"
-    )
-
+_LIBRARY = PinnedLibrary(
+    "fla-core",
+    "0.6.0",
+    "linear attention on GPU",
+    "pip install fla-core==0.6.0 einops packaging",
+)
+_LIBRARY.check_release()
 try:
     from fla.ops.common.chunk_o import chunk_bwd_dv_local, chunk_fwd_o
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as _public_chunk_gated_delta_rule
@@ -47,10 +41,10 @@ try:
     from fla.ops.utils import chunk_local_cumsum
     from fla.ops.utils.constant import RCP_LN2
 except ImportError as error:
-    raise ConfigError(f"linear attention on GPU: fla-core cannot be imported ({error})") from error
+    raise _LIBRARY.not_importable(error) from error
 
 _VARLEN = {"cu_seqlens", "chunk_indices"}
-_KEYWORDS: list[tuple[Callable[..., Any], set[str]]] = [
+_USES: list[tuple[Callable[..., Any], set[str]]] = [
     (chunk_local_cumsum, {"g", "chunk_size", "reverse", "scale", *_VARLEN}),
     (
         kda_gate_chunk_cumsum,
@@ -90,13 +84,7 @@ _KEYWORDS: list[tuple[Callable[..., Any], set[str]]] = [
         | {"cu_seqlens", "cu_seqlens_cpu"},
     ),
 ]
-for _function, _names in _KEYWORDS:
-    _missing = _names - set(inspect.signature(_function).parameters)
-    if _missing:
-        raise ConfigError(
-            f"linear attention on GPU: {_function.__name__} of fla-core {_installed} takes no "
-            f"{', '.join(sorted(_missing))}; reinstall it: {_INSTALL}"
-        )
+_LIBRARY.check_parameters(_USES)
 
 
 def check_limits(

@@ -49,33 +49,16 @@ def rows_backward(
     """
     num_rows, num_heads, value_width = v_PGV.shape
     key_heads, key_width = q_PHK.shape[1:]
-    if key_width < _BLOCK_K:
-        more = _BLOCK_K - key_width
-        q_PHK, k_PHK = F.pad(q_PHK, (0, more)), F.pad(k_PHK, (0, more))
-        states_NGKV, d_end_NGKV = (F.pad(x, (0, 0, 0, more)) for x in (states_NGKV, d_end_NGKV))
-        per_channel = gate_PGD.ndim == 3
-        wide = rows_backward(
-            q_PHK,
-            k_PHK,
-            v_PGV,
-            v_new_PGV,
-            F.pad(gate_PGD, (0, more)) if per_channel else gate_PGD,
-            beta_PG,
-            T_PGB,
-            states_NGKV,
-            d_output_PGV,
-            d_end_NGKV,
-            d_v_new_PGV,
-            view,
-            scale=scale,
-        )
-        d_q, d_k, d_v, d_beta, d_gate = wide
-        d_q, d_k = d_q[..., :key_width], d_k[..., :key_width]
-        return d_q, d_k, d_v, d_beta, d_gate[..., :key_width] if per_channel else d_gate
-    block_v = _BLOCK_V if q_PHK.dtype.itemsize == 2 else _BLOCK_V_OF_FLOAT32
-    parts = key_width // _BLOCK_K
     per_head = gate_PGD.ndim == 2
-    d_q = q_PHK.new_empty(num_rows, num_heads, key_width)
+    width = max(key_width, _BLOCK_K)
+    if key_width < width:
+        zeros = (0, width - key_width)
+        q_PHK, k_PHK = F.pad(q_PHK, zeros), F.pad(k_PHK, zeros)
+        gate_PGD = gate_PGD if per_head else F.pad(gate_PGD, zeros)
+        states_NGKV, d_end_NGKV = (F.pad(x, (0, 0, *zeros)) for x in (states_NGKV, d_end_NGKV))
+    block_v = _BLOCK_V if q_PHK.dtype.itemsize == 2 else _BLOCK_V_OF_FLOAT32
+    parts = width // _BLOCK_K
+    d_q = q_PHK.new_empty(num_rows, num_heads, width)
     d_k, d_v = torch.empty_like(d_q), torch.empty_like(v_PGV)
     d_beta = gate_PGD.new_empty(num_rows, num_heads, parts)
     d_gate = torch.empty_like(d_beta if per_head else gate_PGD)
@@ -102,7 +85,7 @@ def rows_backward(
         PER_HEAD=per_head,
         H=key_heads,
         G=num_heads,
-        K=key_width,
+        K=width,
         V=value_width,
         B=view.chunk_size,
         BK=_BLOCK_K,
@@ -110,4 +93,5 @@ def rows_backward(
         num_warps=_WARPS_PER_HEAD if per_head else _WARPS_PER_CHANNEL,
         num_stages=_STAGES,
     )
-    return d_q, d_k, d_v, d_beta.sum(2), d_gate.sum(2) if per_head else d_gate
+    d_gate = d_gate.sum(2) if per_head else d_gate[..., :key_width]
+    return d_q[..., :key_width], d_k[..., :key_width], d_v, d_beta.sum(2), d_gate

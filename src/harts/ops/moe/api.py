@@ -128,12 +128,12 @@ def moe_experts(
     gate_up_proj: (E, 2 I, D), gates first. down_proj: (E, D, I). Experts without rows are fine.
     Differentiable in hidden, weights and both projections.
 
-    The others take bfloat16 rows and projections, D and I multiples of 8, at most 1,023 experts.
-    "grouped": torch's grouped matmul between own kernels, over a copy of the row of every pair
-    (row, expert). "gathered": quack-kernels 0.6.5 on Hopper, whose products gather the rows. Both
-    keep for backward the rows, 2 I values and 16 bytes a pair, and save nothing after the first
-    matmul, so that recomputation with early stop never runs the second one. Indices are not
-    checked: that would wait for the device.
+    "grouped" and "gathered" take bfloat16 rows and projections, D and I multiples of 8, at most
+    1,023 experts. "grouped": torch's grouped matmul between own kernels, over a copy of the row of
+    every pair (row, expert). "gathered": quack-kernels 0.6.5 on Hopper, whose products gather the
+    rows. Both keep for backward the rows, the weights, 2 I values and 16 bytes a pair, and save
+    nothing after the first matmul, so that recomputation with early stop never runs the second
+    one. Indices are not checked: that would wait for the device.
     Raises ConfigError for an unknown impl and where the one given cannot run, HartsError for
     shapes.
     """

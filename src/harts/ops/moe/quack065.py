@@ -5,13 +5,15 @@ quack. Its internals move with every release, so version and keywords are checke
 importing raises ConfigError where they do not fit. Import it where it is used.
 
 The library would tune each product by timing; here its tiles are fixed, the fastest on H200 of
-those it tries there (65,536 rows, 8 of 128 experts, D = 1,536, I = 512; milliseconds beside torch's
-grouped matmul, which needs a copy of the rows, 0.53, where these gather):
+those it tries there (65,536 rows, 8 of 128 experts, D = 1,536, I = 512). Milliseconds, beside
+torch's grouped matmul over copies of the rows, which cost 0.56 each (ops_moe-h200-20261130-3ee780f
+in benchmarks/results):
 
-    gathered  gate_up     2.38   2.46 to 2.61     plain  down    1.20   1.50 to 1.69
-              d_act       1.30   1.28                    d_rows  2.46   2.52 to 3.14
-              d_down      1.24   1.22
-              d_gate_up   2.60   2.40 to 2.57
+    gathered      here  torch        plain     here  torch
+    gate_up       2.68   2.75        down      1.29   1.78
+    d_act         1.37   1.43        d_rows    2.35   2.93
+    d_down        1.40   1.34
+    d_gate_up     2.57   2.49
 
 Sizes are no part of a compilation: steps of any size run the same six kernels. They are part of
 what the library remembers of a call, though, without limit; here it is forgotten now and then.
@@ -21,46 +23,26 @@ Legend: C rows, D width, N another width, E experts, M pairs (row, expert) in ex
 
 from __future__ import annotations
 
-import inspect
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from harts.errors import ConfigError
+from harts.ops.pinned_library import PinnedLibrary
 
 if TYPE_CHECKING:
     from harts.ops.moe.permutation import PairPlan
 
-_VERSION = "0.6.5"
-_INSTALL = f"pip install quack-kernels=={_VERSION}"
-
-try:
-    _installed = version("quack-kernels")
-except PackageNotFoundError:
-    _installed = "none"
-if _installed != _VERSION:
-    raise ConfigError(
-        f"moe_experts: impl 'gathered' needs quack-kernels {_VERSION}, found {_installed}; "
-        f"{_INSTALL}"
-    )
-
+_LIBRARY = PinnedLibrary(
+    "quack-kernels", "0.6.5", "moe_experts: impl 'gathered'", "pip install quack-kernels==0.6.5"
+)
+_LIBRARY.check_release()
 try:
     from quack.gemm import _compile_gemm, _gemm_plan_cache, gemm
 except ImportError as error:
-    raise ConfigError(
-        f"moe_experts: impl 'gathered': quack-kernels cannot be imported ({error}); {_INSTALL}"
-    ) from error
-
-_missing = {
-    *("A", "B", "D", "C", "tile_count_semaphore", "tile_M", "tile_N", "cluster_M", "cluster_N"),
-    *("pingpong", "cu_seqlens_m", "cu_seqlens_k", "A_idx"),
-} - set(inspect.signature(gemm).parameters)
-if _missing:
-    raise ConfigError(
-        f"moe_experts: gemm of quack-kernels {_installed} takes no {', '.join(sorted(_missing))}; "
-        f"reinstall it: {_INSTALL}"
-    )
+    raise _LIBRARY.not_importable(error) from error
+_OPERANDS = {"A", "B", "D", "C", "tile_count_semaphore"}
+_OPTIONS = {"cu_seqlens_m", "cu_seqlens_k", "A_idx", "tile_M", "tile_N", "cluster_M", "cluster_N"}
+_LIBRARY.check_parameters([(gemm, _OPERANDS | _OPTIONS | {"pingpong"})])
 
 _REMEMBERED_CALLS = 1024
 """Some 2 KB each, and 0.1 ms to make again."""
