@@ -4,8 +4,8 @@ The functions of `experts.Products`, and with flash-attn-4's adapter the only mo
 quack. Its internals move with every release, so version and keywords are checked once, at import;
 importing raises ConfigError where they do not fit. Import it where it is used.
 
-The library would tune each product by timing; here its tiles are fixed, the fastest on H200 of
-those it tries there (65,536 rows, 8 of 128 experts, D = 1,536, I = 512). Milliseconds, beside
+The library would tune each product by timing; here its tiles are fixed, among the fastest on H200
+of those it tries there (65,536 rows, 8 of 128 experts, D = 1,536, I = 512). Milliseconds, beside
 torch's grouped matmul over copies of the rows, which cost 0.56 each (ops_moe-h200-20261130-3ee780f
 in benchmarks/results):
 
@@ -45,7 +45,7 @@ _OPTIONS = {"cu_seqlens_m", "cu_seqlens_k", "A_idx", "tile_M", "tile_N", "cluste
 _LIBRARY.check_parameters([(gemm, _OPERANDS | _OPTIONS | {"pingpong"})])
 
 _REMEMBERED_CALLS = 1024
-"""Some 2 KB each, and 0.1 ms to make again."""
+"""Each is a few tuples; forgetting them compiles nothing again."""
 _GATHERED: dict[str, Any] = dict(tile_M=128, tile_N=256, cluster_M=2, cluster_N=1, pingpong=False)
 _PLAIN: dict[str, Any] = dict(tile_M=128, tile_N=192, cluster_M=2, cluster_N=1, pingpong=True)
 
