@@ -59,7 +59,7 @@ from fidelity_views import (
     without_replay,
 )
 from gpu_environment import gpu_environment, limit_autotuning
-from results_file import environment, gpu_name, settings, write_records, write_result
+from results_file import add_result_options, environment, keep_records, settings
 from step_models import SHAPES, build_model
 
 ENTROPY = 3.0  # nats, of the scaled LM head
@@ -120,12 +120,9 @@ def main() -> None:
         "metrics": metrics,
     }
     print(markdown(record), flush=True)
-    if args.out:
-        path = Path(args.out) / f"fidelity-{args.model.replace(':', '-')}.json"
-        write_records(path, [record])
-    if args.write:
-        hardware = gpu_name() if args.device == "cuda" else "cpu"
-        print(write_result("fidelity", hardware, [record]))
+    name = f"fidelity-{args.model.replace(':', '-')}"
+    hardware = None if args.device == "cuda" else "cpu"
+    keep_records(args, "fidelity", [record], name=name, hardware=hardware)
 
 
 def measure(
@@ -473,8 +470,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--configs", type=int, default=6, help="autotune choices of a fla kernel")
     parser.add_argument("--skip", nargs="*", default=[], choices=SKIPPABLE)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--out", help="folder for the JSON")
+    add_result_options(parser)
     return parser.parse_args()
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
-from results_file import gpu_name, write_records, write_result
+from results_file import add_result_options, keep_records
 
 MARKED = "gpu or triton"
 SLOW_SECONDS = 200
@@ -61,10 +61,7 @@ def main() -> None:
     }
     print("\n".join(tail))
     print(json.dumps(record["metrics"], indent=1))
-    if args.out:
-        write_records(Path(args.out) / "gpu_tests.json", [record])
-    if args.write:
-        print(write_result("gpu_tests", gpu_name(), [record]))
+    keep_records(args, "gpu_tests", [record])
     sys.exit(status)
 
 
@@ -153,8 +150,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--limit", type=float, default=3600, help="seconds until it is stopped")
     parser.add_argument("--tail", type=int, default=120, help="lines of pytest's end to print")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--out", help="folder for the JSON instead of benchmarks/results")
+    add_result_options(parser)
     return parser.parse_args()
 
 

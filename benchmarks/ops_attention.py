@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from baselines import baseline
 from gpu_environment import gpu_environment
 from gpu_timing import alternate
-from results_file import gpu_name, settings, write_result
+from results_file import add_result_options, keep_records, settings
 from step_data import prototype_batch
 
 AGENT_TREE = SyntheticOptions(
@@ -70,8 +70,7 @@ def main() -> None:
         print(record["case"])
         for name, value in record["metrics"].items():
             print(f"  {name:34} {value:.5g}")
-    if args.write:
-        print(write_result("ops_attention", gpu_name(), records))
+    keep_records(args, "ops_attention", records)
 
 
 def view_of(case: str, num_rows: int, seed: int) -> AttentionView:
@@ -167,7 +166,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--case", choices=("agent_tree", "prototype"), default="agent_tree")
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true")
+    add_result_options(parser)
     return parser.parse_args()
 
 

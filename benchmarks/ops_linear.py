@@ -46,7 +46,7 @@ from harts.views.tree import build_tree_view
 sys.path.insert(0, str(Path(__file__).parent))
 from baselines import node_by_node
 from gpu_environment import gpu_environment, limit_autotuning
-from results_file import settings, write_records
+from results_file import add_result_options, keep_records, settings
 
 DEVICE = torch.device("cuda")
 Inputs = list[torch.Tensor]
@@ -77,18 +77,11 @@ def main() -> None:
         "samples": samples,
     }
     print(json.dumps(record["metrics"], indent=1), flush=True)
-    _write(args.out, record)
+    name = "ops_linear-per-head" if args.per_head else "ops_linear"
+    keep_records(args, "ops_linear", [record], name=name, whole=not args.sweep)
     if args.sweep:
         record["sweep"] = _sweep(args, view)
-        _write(args.out, record)
-
-
-def _write(folder: str | None, record: dict[str, Any]) -> None:
-    """Before the sweep and after it: a run that is cut short keeps its samples."""
-    if folder is not None:
-        name = "ops_linear-per-head" if record["config"]["per_head"] else "ops_linear"
-        path = Path(folder) / f"{name}.json"
-        write_records(path, [record])
+        keep_records(args, "ops_linear", [record], name=name)
 
 
 def _agent_view(
@@ -367,7 +360,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-safe-gate", dest="safe_gate", action="store_false")
     parser.add_argument("--no-expanded", dest="expanded", action="store_false")
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--out", help="folder for ops_linear.json")
+    add_result_options(parser)
     return parser.parse_args()
 
 

@@ -33,7 +33,7 @@ from harts.views.logprobs import LogProbView
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
 from gpu_timing import alternate
-from results_file import gpu_name, settings, write_result
+from results_file import add_result_options, keep_records, settings
 
 DEVICE = torch.device("cuda")
 PRODUCTS = {
@@ -78,8 +78,7 @@ def main() -> None:
         print(f"  {name:40} {value:.5g}")
     for name, value in record.get("sweep", {}).items():
         print(f"  {name:40} {value:.5g}")
-    if args.write:
-        print(write_result("ops_log_probs", gpu_name(), [record]))
+    keep_records(args, "ops_log_probs", [record])
 
 
 def _view(args: argparse.Namespace) -> LogProbView:
@@ -218,7 +217,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--write", action="store_true")
+    add_result_options(parser)
     return parser.parse_args()
 
 

@@ -33,7 +33,7 @@ from harts.models.fused.moe import expert_adapters, fused_moe
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
 from gpu_timing import alternate
-from results_file import gpu_name, settings, write_result
+from results_file import add_result_options, keep_records, settings
 
 Side = Callable[[], object]
 IMPLEMENTATIONS = ("gathered", "grouped")
@@ -71,16 +71,15 @@ def main() -> None:
             metrics[f"original_over_{name}_{phase}"] = ratio
     for name, value in metrics.items():
         print(f"  {name:34} {value:.5g}")
-    if args.write:
-        record = {
-            "bench": "ops_moe",
-            "case": f"rows{args.rows}-top{args.top_k}of{args.experts}-{args.width}x{args.inner}",
-            "config": settings(args) | {"dtype": "bf16"},
-            "env": gpu_environment(),
-            "metrics": metrics,
-            "samples": samples,
-        }
-        print(write_result("ops_moe", gpu_name(), [record]))
+    record = {
+        "bench": "ops_moe",
+        "case": f"rows{args.rows}-top{args.top_k}of{args.experts}-{args.width}x{args.inner}",
+        "config": settings(args) | {"dtype": "bf16"},
+        "env": gpu_environment(),
+        "metrics": metrics,
+        "samples": samples,
+    }
+    keep_records(args, "ops_moe", [record])
 
 
 def _block(args: argparse.Namespace) -> nn.Module:
@@ -231,7 +230,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kept-groups", type=int, default=4)
     parser.add_argument("--samples", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true")
+    add_result_options(parser)
     return parser.parse_args()
 
 

@@ -32,7 +32,7 @@ from harts.ops.rotary import assemble_keys_values, rotate_queries
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_environment import gpu_environment
-from results_file import settings, write_result
+from results_file import add_result_options, keep_records, settings
 
 EPS = 1e-6
 HEADS, PLAIN, ROTARY, VALUE = 16, 128, 64, 128
@@ -53,7 +53,7 @@ class Case:
 
 
 def main() -> None:
-    """Measure and print a table; write the JSON with --hardware."""
+    """Measure and print a table; write the JSON with --write."""
     args = _arguments()
     cases = {k: v for k, v in _cases(args.rows).items() if args.only is None or args.only in k}
     bandwidth = _copy_bandwidth(args)
@@ -85,8 +85,7 @@ def main() -> None:
         "samples": samples,
     }
     print(json.dumps(metrics, indent=1))
-    if args.hardware is not None:
-        print(write_result("ops_token_wise", args.hardware, [record]))
+    keep_records(args, "ops_token_wise", [record])
 
 
 def _cases(rows: int) -> dict[str, Callable[[], Case]]:
@@ -259,7 +258,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=11)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=4, help="calls of one sample")
-    parser.add_argument("--hardware", help="write the JSON under this name, such as h200")
+    add_result_options(parser)
     return parser.parse_args()
 
 

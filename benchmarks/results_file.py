@@ -33,7 +33,35 @@ def environment() -> dict[str, Any]:
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments that a number depends on: all but where it goes."""
-    return {k: v for k, v in vars(args).items() if k not in ("out", "write", "hardware", "sweep")}
+    return {k: v for k, v in vars(args).items() if k not in ("out", "write", "sweep")}
+
+
+def add_result_options(parser: argparse.ArgumentParser) -> None:
+    """--write and --out, as `keep_records` takes them."""
+    parser.add_argument(
+        "--write", action="store_true", help="the JSON into benchmarks/results, named by its commit"
+    )
+    parser.add_argument("--out", help="the JSON into this folder, also of what is not yet whole")
+
+
+def keep_records(
+    args: argparse.Namespace,
+    bench: str,
+    records: list[dict[str, Any]],
+    *,
+    name: str | None = None,
+    hardware: str | None = None,
+    whole: bool = True,
+) -> None:
+    """Write them where the arguments say; call it with whole=False for each part that is there.
+
+    name: of the file in --out, the bench without. hardware: in the name in benchmarks/results, the
+    GPU's without.
+    """
+    if args.out:
+        write_records(Path(args.out) / f"{name or bench}.json", records)
+    if args.write and whole:
+        print(write_result(bench, hardware or gpu_name(), records))
 
 
 def gpu_name() -> str:

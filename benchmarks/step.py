@@ -40,7 +40,7 @@ from harts.views.tree import TreeView
 sys.path.insert(0, str(Path(__file__).parent))
 from baselines import Baseline, baseline
 from gpu_environment import gpu_environment, limit_autotuning
-from results_file import gpu_name, settings, write_records, write_result
+from results_file import add_result_options, keep_records, settings
 from step_data import CAPACITY, prototype_batch
 from step_ideal import ideal_metrics, seconds_of
 from step_models import SHAPES, build_model
@@ -65,9 +65,8 @@ class Kept:
         self._record["samples"] |= samples or {}
         for name, value in metrics.items():
             print(f"{name:32} {value:,.5g}", flush=True)
-        if self._args.out:
-            path = Path(self._args.out) / f"step-{self._args.model}.json"
-            write_records(path, self._records)
+        name = f"step-{self._args.model}"
+        keep_records(self._args, "step", self._records, name=name, whole=False)
 
 
 @dataclass
@@ -99,8 +98,7 @@ def main() -> None:
             _set_recomputation(model, recompute)
             records.append(_record(model, case, recompute, args))
             _measure(model, sides, recompute, samples, args, Kept(records, args))
-    if args.write:
-        print(write_result("step", gpu_name(), records))
+    keep_records(args, "step", records, name=f"step-{args.model}")
 
 
 def _sides(
@@ -422,8 +420,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kernels", nargs="*", default=[], help="such as attention=flex")
     parser.add_argument("--configs", type=int, default=6, help="autotune choices of a fla kernel")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--out", help="folder for the JSON")
+    add_result_options(parser)
     args = parser.parse_args()
     if "tree" not in args.sides:
         parser.error("--sides: the tree is measured always; give tree, or tree expanded")

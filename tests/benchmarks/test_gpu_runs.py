@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from contextlib import suppress
@@ -152,3 +153,20 @@ def test_records_are_written_beside_and_renamed(
     with pytest.raises(_KilledError):
         results_file.write_records(path, [{"a": 2}])
     assert json.loads(path.read_text()) == [{"a": 1}]
+
+
+def test_records_go_where_the_arguments_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path / "results")
+    parser = argparse.ArgumentParser()
+    results_file.add_result_options(parser)
+    args = parser.parse_args(["--write", "--out", str(tmp_path / "out")])
+    for count, whole in enumerate((False, True), start=1):
+        records = [{"a": 1}] * count
+        results_file.keep_records(args, "ops", records, name="b", hardware="x1", whole=whole)
+        assert json.loads((tmp_path / "out" / "b.json").read_text()) == records
+        assert (tmp_path / "results").exists() == whole
+    (written,) = (tmp_path / "results").iterdir()
+    assert written.name.startswith("ops-x1-") and json.loads(written.read_text()) == records
+    results_file.keep_records(parser.parse_args([]), "ops", records)
