@@ -186,20 +186,30 @@ def test_families_without_moe_have_no_adapters() -> None:
 
 
 @families
-def test_experts_are_chosen_apart_and_attaching_again_changes_them(model_type: str) -> None:
+def test_experts_are_chosen_apart_and_attaching_again_changes_them(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harts.Kernels, "check", lambda self, **_: None)  # nothing runs here
     model: Any = tiny_model(model_type, vocab_size=16)
     family = family_of(model_type)
-    for experts in ("grouped", "eager", "grouped"):
+    originals = set(family_experts(family))
+    for experts in ("grouped", "gathered", "eager", "gathered", "grouped"):
         kernels: Any = harts.Kernels(experts=experts)
-        if experts != "eager" and importlib.util.find_spec("triton") is None:
-            with pytest.raises(ConfigError, match="experts='grouped': fast kernels need Triton"):
-                harts.attach(model, kernels=kernels)
-            continue
         harts.attach(model, kernels=kernels)
-        kinds = {type(m) for m in model.modules() if isinstance(m, family_experts(family))}
-        wanted = family.experts.get(experts, {})
-        assert kinds == (set(wanted.values()) or set(family_experts(family)))
+        kinds = {type(m) for m in model.modules() if isinstance(m, tuple(originals))}
+        assert kinds == set(family.experts.get(experts, {}).values()) or kinds == originals
         assert {issubclass(kind, Experts) for kind in kinds} == {experts != "eager"}
+        assert {getattr(kind, "implementation", "eager") for kind in kinds} == {experts}
+        assert family.has_experts(model)
+    assert not family.has_experts(nn.Linear(1, 1))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed")
+def test_experts_without_triton_are_refused_in_one_line() -> None:
+    model: Any = tiny_model("qwen3_next", vocab_size=16)
+    with pytest.raises(ConfigError, match="experts='grouped': fast kernels need Triton") as caught:
+        harts.attach(model, kernels=harts.Kernels(experts="grouped"))
+    assert "\n" not in str(caught.value)
 
 
 def family_experts(family: Any) -> tuple[type, ...]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from harts.ops.projections import project
 
@@ -29,6 +30,16 @@ def gradients(
     seeds = [rows_of(*outputs[i].shape, dtype=outputs[i].dtype) for i in used]
     chosen = [outputs[i] for i in used]
     return list(torch.autograd.grad(chosen, leaves, seeds, allow_unused=True))
+
+
+class Counted(TorchDispatchMode):
+    """Matrix products."""
+
+    products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += "mm" in str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def merged(outputs: Any) -> int:
@@ -63,6 +74,9 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_keeps_its_own() -> None:
     actual = gradients(project(rows, *projections), [rows, projections[0].weight])
     for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    with Counted() as counted:
+        gradients(project(rows, *projections), [rows, projections[0].weight])
+    assert counted.products == 2 + 3  # forward; rows twice, one weight
     outputs = project(rows.detach(), *projections)
     assert outputs[0].requires_grad and not project(rows.detach(), projections[1])[0].requires_grad
 
