@@ -26,7 +26,7 @@ from harts.train.sampling import unshared
 from harts.train.step import StepResult, accumulate_gradients
 
 sys.path.insert(0, str(Path(__file__).parent))
-from results_file import environment, write_result
+from results_file import add_result_options, environment, keep_records
 
 
 def main() -> None:
@@ -55,16 +55,15 @@ def main() -> None:
         print(f"{name:28} {value:.6g}" if isinstance(value, float) else f"{name:28} {value}")
     if args.profile:
         _profile(model, sides["tree"], args.capacity)
-    if args.write:
-        record = {
-            "bench": "step_cpu",
-            "case": Path(args.file).name if args.file else "agent_tree seed 0",
-            "config": {"model": f"tiny:{args.model}", "capacity": args.capacity},
-            "env": environment(),
-            "metrics": metrics,
-            "samples": seconds,
-        }
-        print(write_result(f"step_cpu_{args.model}_{args.name}", "cpu2", [record]))
+    record = {
+        "bench": "step_cpu",
+        "case": Path(args.file).name if args.file else "agent_tree seed 0",
+        "config": {"model": f"tiny:{args.model}", "capacity": args.capacity},
+        "env": environment(),
+        "metrics": metrics,
+        "samples": seconds,
+    }
+    keep_records(args, f"step_cpu_{args.model}_{args.name}", [record], hardware="cpu2")
 
 
 def _step(
@@ -113,7 +112,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--cold", action="store_true", help="no warm-up step on each side")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--write", action="store_true")
+    add_result_options(parser)
     parser.add_argument("--name", default="agent_tree")
     return parser.parse_args()
 

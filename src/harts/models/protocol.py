@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -47,6 +48,9 @@ class Family:
 
     def kind_of(self, module: nn.Module) -> type[nn.Module]:
         """The class of a module as transformers made it, whatever adapter it has now."""
+        return self._kind_of_adapter.get(type(module), type(module))
+
+    @cached_property
+    def _kind_of_adapter(self) -> dict[type[nn.Module], type[nn.Module]]:
         tables = (self.linear_mixers, self.fused, *self.experts.values())
-        original = {adapter: kind for table in tables for kind, adapter in table.items()}
-        return original.get(type(module), type(module))
+        return {adapter: kind for table in tables for kind, adapter in table.items()}

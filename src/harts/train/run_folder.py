@@ -48,9 +48,8 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is signal.SIG_IGN:
-                    continue
-                self._previous[number] = signal.signal(number, self._receive)
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:

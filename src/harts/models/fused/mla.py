@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from harts.models.fused.adapter_classes import Adapters, adapter_classes
 from harts.ops.activation import gate_heads
 from harts.ops.rotary import assemble_keys_values, rotate_queries
 
@@ -158,21 +159,13 @@ _MIXINS: dict[str, type[Any]] = {
 
 
 @cache
-def fused_mla(hf_module: ModuleType) -> dict[type[nn.Module], type[nn.Module]]:
+def fused_mla(hf_module: ModuleType) -> Adapters:
     """The adapter of the latent attention in a family's modelling module, if it has one.
 
     An adapter subclasses the original and replaces `forward` alone. On CPU tensors its forward
     raises ConfigError when it is given a tree. The same class every time.
     """
-    return {
-        original: type(
-            f"Fused{name}",
-            (mixin, original),
-            {
-                "__doc__": mixin.__doc__,
-                "eager_attention": staticmethod(hf_module.eager_attention_forward),
-            },
-        )
-        for name, mixin in _MIXINS.items()
-        if (original := getattr(hf_module, name, None)) is not None
-    }
+    if not any(hasattr(hf_module, name) for name in _MIXINS):
+        return {}
+    eager_attention = staticmethod(hf_module.eager_attention_forward)
+    return adapter_classes(hf_module, _MIXINS, eager_attention=eager_attention)

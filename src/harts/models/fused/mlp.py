@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import nn
 
 from harts.errors import ConfigError
+from harts.models.fused.adapter_classes import Adapters, adapter_classes
 from harts.ops.activation import swiglu
 from harts.ops.projections import project
 
@@ -59,15 +60,10 @@ _NAMES = (
 
 
 @cache
-def fused_mlp(hf_module: ModuleType) -> dict[type[nn.Module], type[nn.Module]]:
+def fused_mlp(hf_module: ModuleType) -> Adapters:
     """The adapter of the MLP in a family's modelling module, the same one every time.
 
     An adapter subclasses the original and replaces `forward` alone. On CPU tensors its forward
     raises ConfigError.
     """
-    found: dict[str, Any] = {name: getattr(hf_module, name, None) for name in _NAMES}
-    return {
-        original: type(f"Fused{name}", (SwigluMlp, original), {"__doc__": SwigluMlp.__doc__})
-        for name, original in found.items()
-        if original is not None
-    }
+    return adapter_classes(hf_module, dict.fromkeys(_NAMES, SwigluMlp))

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from harts.errors import ConfigError
+from harts.models.fused.adapter_classes import Adapters, adapter_classes
 from harts.ops.moe import moe_experts, router_logits, sigmoid_top_k, softmax_top_k
 from harts.ops.moe.api import ExpertsImplementation, Implementation
 
@@ -25,30 +25,24 @@ _SILU = ("SiLU", "SiLUActivation")  # torch's and transformers' names for the sa
 
 
 @cache
-def fused_moe(hf_module: ModuleType) -> dict[type[nn.Module], type[nn.Module]]:
+def fused_moe(hf_module: ModuleType) -> Adapters:
     """Adapters of the router and MoE block in a family's modelling module.
 
     Empty for a module without these classes; the same adapters every time. An adapter subclasses
     the original and replaces `forward` alone. On CPU tensors its forward raises ConfigError.
     """
-    return {
-        original: type(f"Fused{name}", (mixin, original), {"__doc__": mixin.__doc__})
-        for name, mixin in _MIXINS.items()
-        if (original := getattr(hf_module, name, None)) is not None
-    }
+    return adapter_classes(hf_module, _MIXINS)
 
 
 @cache
-def expert_adapters(
-    hf_module: ModuleType, implementation: ExpertsImplementation
-) -> dict[type[nn.Module], type[nn.Module]]:
+def expert_adapters(hf_module: ModuleType, implementation: ExpertsImplementation) -> Adapters:
     """The adapter of the experts in a family's modelling module; empty where it has none."""
-    content = {"__doc__": Experts.__doc__, "implementation": implementation}
-    return {
-        original: type(f"{implementation.title()}{name}", (Experts, original), content)
-        for name in _EXPERTS
-        if (original := getattr(hf_module, name, None)) is not None
-    }
+    return adapter_classes(
+        hf_module,
+        dict.fromkeys(_EXPERTS, Experts),
+        prefix=implementation.title(),
+        implementation=implementation,
+    )
 
 
 class _Fused:

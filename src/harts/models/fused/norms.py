@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import nn
 
+from harts.models.fused.adapter_classes import Adapters, adapter_classes
 from harts.ops.norm import gated_rms_norm, rms_norm
 
 if TYPE_CHECKING:  # what the transformers class beside a mixin brings
@@ -103,14 +103,10 @@ _MIXINS: dict[str, type[Any]] = {
 
 
 @cache
-def fused_norms(hf_module: ModuleType) -> dict[type[nn.Module], type[nn.Module]]:
+def fused_norms(hf_module: ModuleType) -> Adapters:
     """The adapter of every RMS norm in a family's modelling module, the same one every time.
 
     An adapter subclasses the original and replaces `forward` alone. On CPU tensors its forward
     raises ConfigError.
     """
-    return {
-        original: type(f"Fused{name}", (mixin, original), {"__doc__": mixin.__doc__})
-        for name, mixin in _MIXINS.items()
-        if (original := getattr(hf_module, name, None)) is not None
-    }
+    return adapter_classes(hf_module, _MIXINS)

@@ -13,8 +13,8 @@ from typing import Literal, get_args
 
 import torch
 
-from harts.errors import ConfigError, HartsError
-from harts.ops.fused_checks import Implementation, runs_fused
+from harts.errors import HartsError
+from harts.ops.fused_checks import Implementation, runs_fused, runs_on_gpu
 from harts.ops.moe import reference
 
 ExpertsImplementation = Literal["reference", "grouped", "gathered"]
@@ -138,16 +138,9 @@ def moe_experts(
     shapes.
     """
     _check_experts(hidden, indices, weights, gate_up_proj, down_proj)
-    if impl not in get_args(ExpertsImplementation):
-        known = ", ".join(get_args(ExpertsImplementation))
-        raise ConfigError(f"moe_experts: impl is {impl!r}, want one of {known}")
-    if impl == "reference":
+    known = get_args(ExpertsImplementation)
+    if not runs_on_gpu("moe_experts", impl, hidden, known=known, part="experts"):
         return reference.moe_experts(hidden, indices, weights, gate_up_proj, down_proj)
-    if not hidden.is_cuda:
-        raise ConfigError(
-            f"moe_experts: impl {impl!r} needs CUDA tensors, got them on {hidden.device}; use impl "
-            "'reference', for a model attach it with experts='eager'"
-        )
     from harts.ops.moe import experts
 
     experts.check_limits(impl, hidden, gate_up_proj, down_proj)
